@@ -42,6 +42,9 @@ UNEVEN = 16.0
 OTHER_VALUES = 1.2
 """Relative distance that shows other values, whatever the noise. Derived: independent values of one size differ by 1.41."""
 
+CHOSEN_WITHIN = 0.25
+"""Share of the rows of a module that choices within it, which a dump of modules lacks, may make differ. Chosen: it leaves more unjudged."""
+
 FLIPS = 0.01
 """Expected number of choices that noise flips from which on some may be. Chosen: it leaves more unjudged."""
 

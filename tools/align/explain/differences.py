@@ -209,7 +209,7 @@ def _region(d: Difference) -> Explanation | None:
     x, wrong = d.x, d.wrong
     for axis in () if wrong.mean() > 0.9 else range(x.ndim):
         hit = np.flatnonzero(wrong.any(tuple(i for i in range(x.ndim) if i != axis)))
-        if len(hit) < 0.5 * x.shape[axis] or len(hit) == 1:
+        if len(hit) < 0.5 * x.shape[axis] or len(hit) == 1 < x.shape[axis]:
             return "part", f"dimension {axis}: only {hit[:6].tolist()} of {x.shape[axis]} wrong"
     return None
 

@@ -168,7 +168,7 @@ class _Comparison:
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, verdict)
             elif verdict.status == "pass":
-                self.coverage.by_other_run += 1
+                self.coverage.by_other_run += verdict.basis == "other run"
             else:
                 self._count(verdict, target)
         replaced = FusedCallMatcher(*flows)

@@ -43,6 +43,7 @@ class DataFlow:
         self._usual_update: float | None = None
         self._outputs: list[Place] | None = None
         self._begins: list[int] = []
+        self._magnitudes: dict[Place, Array] = {}
         self.tensors = {(key, p): t for key, call in dump.calls.items() for p, t in call.tensors()}
         self.order = {key: i for i, key in enumerate(dump.calls)}
 
@@ -215,6 +216,32 @@ class DataFlow:
         makers = self.makers.get(content, []) if content is not None else []
         return [maker for maker in makers if self.order[maker[0]] < position]
 
+    def stacked_from(self, place: Place) -> list[Place | None]:
+        """Return the earlier outputs that are the slices of a gradient which an update takes, None for zeros; empty: they are not.
+
+        As of experts' weights in one tensor, each expert's by its own product.
+        """
+        record = self.tensors[place]
+        if place[0] not in self.late or len(record.shape) < 2 or record.read is None:
+            return []
+        slices: list[Place | None] = []
+        for part in record.load():
+            makers = [
+                m
+                for m in self.makers.get(digest(part), [])
+                if self.order[m[0]] < self.order[place[0]]
+            ]
+            if part.any() and not makers:
+                return []
+            slices.append(makers[-1] if part.any() else None)
+        return slices if any(slices) else []
+
+    def magnitudes(self, place: Place) -> Array:
+        """Return the sorted magnitudes of a tensor with values."""
+        if place not in self._magnitudes:
+            self._magnitudes[place] = np.sort(np.abs(self.tensors[place].load()), None)
+        return self._magnitudes[place]
+
     def origins_of(self, place: Place) -> list[Place]:
         """Return the sources of an input, also of a plain one."""
         return self.sources_of(place) or self.plain.get(place, [])
@@ -234,7 +261,9 @@ class DataFlow:
             return True
         if formula.name == "copy_" and name == "input.0":
             return False
-        takers = (p for output in self.makers_of(key) for p in self.taken.get(output, []))
+        takers = [p for output in self.makers_of(key) for p in self.taken.get(output, [])]
+        if not takers and not is_float(self.tensors[place].dtype):
+            return not call.name.endswith("_")  # by calls that the dump lacks: labels, positions
         return any(map(self.is_used, takers))
 
     def _phase(self, place: Place) -> Phase:
@@ -267,7 +296,15 @@ class DataFlow:
     def _before(self, reference: "DataFlow") -> dict[str, tuple[float, bool]]:
         if self._parted is None:
             self._parted, largest, otherwise = {}, 0.0, False
-            for key, call in self.dump.calls.items():
+            calls = self.dump.calls
+            only_modules = all(call.kind != "api" for call in calls.values())
+            for key, call in calls.items():
+                mate = reference.dump.calls.get(key) if only_modules else None
+                if (
+                    mate is not None
+                ):  # the choices are not in the dump: experts got other numbers of tokens
+                    shapes = ([t.shape for _, t in c.given()] for c in (call, mate))
+                    otherwise |= next(shapes) != next(shapes)
                 self._parted[key] = largest, otherwise
                 for place, tensor in call.made() if key in reference.dump.calls else ():
                     other = reference.tensors.get((key, place))

@@ -4,8 +4,9 @@ An edge of the reference must also hold in the target. A tensor that changed on 
 another rank) is found even though every operator computes correctly. Only what holds in the reference is demanded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import (
     DataFlow,
     Place,
+    backward_key,
     digest,
     is_weight,
     sum_verdict,
@@ -24,11 +26,13 @@ from telechat_moe.tools.align.judge.distance import (
     distance,
     extremes_apart,
 )
+from telechat_moe.tools.align.judge.replay import input_gradients
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.thresholds import CONVERTED, EARLIER, KERNEL_ROUNDINGS, OMITTED, VAGUE
 
+_SUMS = {"__add__", "__sub__", "__mul__", "add", "sub", "mul", "matmul", "linear"}
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
@@ -68,6 +72,7 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
 
     What calls of the reference made must equal what they made in the target; what comes from outside the reference's.
     """
+    weights = _WeightGradients(reference, target)
     for place in reference.inputs():
         tensor = target.tensors.get(place)
         if tensor is None:
@@ -78,11 +83,64 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
             verdict = _as_plain(place, reference, target)
         elif sources := reference.sources_of(place):
             makers = [source for source in sources if source in target.tensors]
-            verdict = _as_made(place, makers, target) if makers else None
+            same_kind = is_float(reference.tensors[place].dtype) == is_float(tensor.dtype)
+            # A mask of another kind is judged by its effect.
+            verdict = _as_made(place, makers, target) if makers and same_kind else None
+        elif gradient := weights.verdict(place):
+            verdict = gradient
+        elif slices := reference.stacked_from(place):
+            verdict = _as_stacked(place, slices, target)
         else:
             verdict = _as_outside(place, reference, target)
         if verdict is not None:
             yield verdict
+
+
+class _WeightGradients:
+    """Judges gradients that updates take and no call of the dump made, as msprobe leaves those of ``linear`` out.
+
+    Such a gradient is what the formula gives for the weight or bias of one call, in the reference; then it must be so in the target.
+    """
+
+    def __init__(self, *runs: DataFlow) -> None:
+        self.runs = runs
+        self.calls: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        for key, call in runs[0].dump.calls.items():
+            if call.name == "Functional.linear" and all(
+                backward_key(key) in run.dump.calls for run in runs
+            ):
+                for number, (_, tensor) in enumerate(call.given()):
+                    if number:
+                        self.calls.setdefault(tensor.shape, []).append((key, number))
+        self._expected = cache(self._expected_of)
+
+    def verdict(self, place: Place) -> Verdict | None:
+        """Return the verdict on an input that is a weight's gradient in the reference; None: it is none."""
+        records = [run.tensors[place] for run in self.runs]
+        if place[0] not in self.runs[0].late or records[0].shape != records[1].shape:
+            return None
+        for key, number in self.calls.get(records[0].shape, []):
+            right = self._judged(0, place, key, number)
+            if right is not None and right.status == "pass":
+                verdict = self._judged(1, place, key, number)
+                if verdict is None or verdict.status == "pass":
+                    return verdict
+                reason = (
+                    f"{place[1]} is not the gradient of input.{number} of {key}: {verdict.reason}"
+                )
+                return replace(verdict, reason=reason)
+        return None
+
+    def _judged(self, side: int, place: Place, key: str, number: int) -> Verdict | None:
+        record, gradients = self.runs[side].tensors[place], self._expected(side, key)
+        expected = gradients[number] if number < len(gradients) else None
+        if expected is None or not is_float(record.dtype):
+            return None
+        return judge(*place, record.load(), expected, record.dtype)
+
+    def _expected_of(self, side: int, key: str) -> Sequence[Approx | None]:
+        calls = self.runs[side].dump.calls
+        return input_gradients(calls[backward_key(key)], calls[key])
 
 
 def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
@@ -217,13 +275,18 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
     """Judge a tensor of few bits, which may equal the outputs of unrelated calls.
 
     The reference's value is right, and so is the output of any call that may have made it. Of gradients from outside
-    only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state.
+    only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state or, as an expert
+    bias, what a sum or product takes.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
     values, actual = record.load(), tensor.load()
     phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
     state = phase is Phase.OPTIMIZER and place[1] in _STATES
-    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != actual.shape):
+    call = reference.dump.calls[place[0]]
+    operand = phase is Phase.FORWARD and call.name.rpartition(".")[2] in _SUMS
+    if not (state or operand or np.any(values)) or (
+        is_float(record.dtype) and values.shape != actual.shape
+    ):
         return None
     verdict = _as_given(place, record, tensor)
     if verdict is None:
@@ -241,21 +304,36 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
 
 def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | None:
     tensor = target.tensors[place]
-    actual = tensor.load()
+    actual = expected = tensor.load()
     for source in sources:
         record = target.tensors[source]
         if record.read is None:
             return None
-        values = record.load()
-        if values.size == actual.size and _equal_rounded(
-            values.reshape(actual.shape), actual, tensor.dtype
-        ):
-            return None
+        expected = record.load()
+        if expected.size == actual.size:
+            expected = expected.reshape(actual.shape)
+            if _equal_rounded(expected, actual, tensor.dtype):
+                return None
     key, name = sources[-1]
-    expected = target.tensors[key, name].load()
-    if expected.size == actual.size:
-        expected = expected.reshape(actual.shape)
     return _wrong(place, tensor, expected, f"is not what {key} made ({name})")
+
+
+def _as_stacked(place: Place, slices: list[Place | None], target: DataFlow) -> Verdict | None:
+    tensor = target.tensors[place]
+    actual = tensor.load()
+    expected = np.array(actual)
+    for i, source in enumerate(slices[: len(actual)]):
+        record = target.tensors.get(source) if source is not None else None
+        if (
+            record is not None
+            and record.read is not None
+            and record.load().size == expected[i].size
+        ):
+            expected[i] = record.load().reshape(expected[i].shape)
+    if _equal_rounded(expected, actual, tensor.dtype):
+        return None
+    makers = ", ".join(sorted({source[0] for source in slices if source is not None}))
+    return _wrong(place, tensor, expected, f"is not what {makers} made, side by side")
 
 
 def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:

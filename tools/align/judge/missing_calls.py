@@ -109,11 +109,13 @@ class _WithoutEffect:
     def _users(self, key: str) -> set[str]:
         """Return the calls of both runs that take what a call makes, maybe through calls of one run alone."""
         users, left, visited = set[str](), [key], {key}
+        kind = self.run.dump.calls[key].kind  # what a module takes, its calls take
         for name in left:
             places = [
                 p for output in self.run.makers_of(name) for p in self.run.taken.get(output, [])
             ]
-            takers = {taker for taker, _ in places} - visited
+            calls = self.run.dump.calls
+            takers = {taker for taker, _ in places if calls[taker].kind == kind} - visited
             visited |= takers
             users |= {taker for taker in takers if taker in self.other.dump.calls}
             left += sorted(takers - users)

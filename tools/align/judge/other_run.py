@@ -30,6 +30,7 @@ from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.thresholds import (
     BEYOND,
     CANCELS,
+    CHOSEN_WITHIN,
     FLIPS,
     GAINS,
     KERNEL_ROUNDINGS,
@@ -191,6 +192,14 @@ class OtherRun:
         beyond = (output.rows > limit) & ((limit < VAGUE) | (output.rows > OTHER_VALUES))
         if beyond.any() and self._may_differ(call, answer):
             return not_judged(call.key, f"{reason}; {place} {_ALIKE}", place)
+        few = float(np.mean(beyond)) <= CHOSEN_WITHIN and call.kind == "module"
+        if beyond.any() and few and not self._repeats:
+            text = f"{np.count_nonzero(beyond)} of {len(beyond)} rows differ, perhaps by choices within it"
+            return not_judged(call.key, f"{reason}; {place}: {text}", place)
+        if beyond.any() and output.basis == "statistics" and _is_rounding(answer, output):
+            return not_judged(
+                call.key, f"{reason}; {place} is what rounding leaves of larger numbers", place
+            )
         if beyond.any():
             ratio = np.where(beyond, gains / BEYOND, 0.0)
             worst_row = int(np.argmax(ratio))
@@ -316,6 +325,12 @@ class OtherRun:
                 elif d is not None and np.isfinite(d.whole):
                     insort(distances, d.whole)
         return usual
+
+
+def _is_rounding(answer: _Response, output: Distance) -> bool:
+    """Return whether an output is so small beside the inputs that it is their rounding."""
+    sizes = [float(d.sizes.max()) for d in answer.flow[0][0] if d.sizes.size] if answer.flow else []
+    return float(output.sizes.max()) * VAGUE <= answer.rounding * max(sizes, default=0.0)
 
 
 def _odd(answer: _Response, output: Distance) -> tuple[float, str] | None:

@@ -338,6 +338,15 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
         return None
 
 
+def input_gradients(call: Call, forward: Call) -> list[Approx | None]:
+    """Return the gradients of a call's floating-point inputs by its formula; empty: not known."""
+    formula = find(forward.formula_name)
+    try:
+        return [] if formula is None else _gradients(call, forward, formula)[0]
+    except UNFIT:
+        return []
+
+
 def _match(
     call: Call,
     forward: Call,

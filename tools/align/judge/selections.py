@@ -16,6 +16,7 @@ from telechat_moe.tools.align.operators.approx import Array
 
 _LINES = 4  # fewer lines, or shorter ones, may be equal by chance
 _SHORT = 128  # unless there are no more than so many to choose from, as of weights of experts
+_SAMPLE = 8  # elements that are looked for before lines are
 _MOST = 400  # outputs before a call that are searched, the nearest first
 
 Way = tuple[object, ...]
@@ -54,10 +55,14 @@ def _selections(place: Place, flow: DataFlow) -> Iterator[SelectedLines]:
     if tensor.dtype.startswith("complex"):  # the marks are of real numbers
         return
     floats = is_float(tensor.dtype)
+    sample = np.abs(tensor.load().ravel()[:: max(1, int(np.prod(tensor.shape)) // _SAMPLE)])
     for source in flow.outputs_before(place[0], _MOST):
         record = flow.tensors[source]
         is_same_kind = is_float(record.dtype) == floats and not record.dtype.startswith("complex")
         if record.read is None or not np.prod(record.shape) or not is_same_kind:
+            continue
+        narrower = floats and FLOATS[tensor.dtype].bits < FLOATS[record.dtype].bits
+        if not narrower and not _has(flow.magnitudes(source), sample):
             continue
         for way, lines, pool in _ways(tensor, record):
             index = _found(*(_marks(x) for x in (lines, pool)))
@@ -68,6 +73,12 @@ def _selections(place: Place, flow: DataFlow) -> Iterator[SelectedLines]:
                 turn = _turn(lines, pool[index]) if index is not None else None
                 if index is not None and turn is not None:
                     yield SelectedLines(source, (*way, turn), index)
+
+
+def _has(values: Array, sample: Array) -> bool:
+    """Return whether each number of a sample is among sorted ones."""
+    index = np.searchsorted(values, sample).clip(max=values.size - 1)
+    return np.array_equal(values[index], sample)
 
 
 def _ways(tensor: TensorRecord, record: TensorRecord) -> Iterator[tuple[Way, Array, Array]]:
