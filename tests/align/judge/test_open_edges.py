@@ -168,3 +168,28 @@ def cancelled(mean):
 @pytest.mark.parametrize(("size", "expected"), [(1e-8, "inconclusive"), (1e-2, "diverged")])
 def test_what_rounding_leaves_of_larger_numbers_is_no_fault(size, expected):
     assert bisect(cancelled(size), cancelled(3 * size)).verdict == expected
+
+
+# ------------------------------------------------------------------ attributes of MindSpore's primitives
+
+
+def moved(parts, joined, kind="Float32"):
+    """What msprobe writes of Split, Concat and Cast of MindSpore: tensors and types, no axis and no number of parts."""
+    type_ = Scalar("mindspore.dtype", kind)
+    concat = call("Primitive.concat.Concat", [], [joined])
+    concat = concat.__class__(**{**vars(concat), "inputs": [[record(p) for p in parts[::-1]]]})
+    whole = np.concatenate(parts, -1)
+    return dump(
+        call("Primitive.split.Split", [whole], parts),
+        concat,
+        call("Primitive.cast.Cast", [joined, type_], [joined]),
+    )
+
+
+def test_a_single_dump_needs_no_attributes_of_primitives():
+    a, b = (RANDOM.standard_normal((2, 3, 4, 5)).astype(np.float32) for _ in range(2))
+    joined = np.concatenate([b, a], -1)
+    right, wrong = (moved([a, b], x) for x in (joined, joined[..., ::-1]))
+    alone = [bisect(run, run, itself=True) for run in (right, wrong)]
+    assert alone[0].verdict == "pass", alone[0].findings
+    assert alone[1].verdict != "pass"

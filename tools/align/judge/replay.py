@@ -75,11 +75,11 @@ def _inferred(call: Call, formula: Formula) -> dict[str, Any]:
     if not formula.guesses.keys() - present:
         return {}
     arguments, _ = arguments_of(call, formula)
+    arguments.made = outputs
     tries = {n: values(arguments) for n, values in formula.guesses.items() if n not in present}
     tries = {name: values for name, values in tries.items() if values}
     if not tries or not outputs:
         return {}
-    arguments.made = outputs
     trials: list[tuple[float, dict[str, Any]]] = []
     for values in product(*tries.values()):
         chosen = dict(zip(tries, values, strict=True))

@@ -1,12 +1,13 @@
 """MindSpore's primitives in a compiled graph, whose arguments differ from those of the functions of the same name."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from telechat_moe.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import (
     Approx,
     Array,
@@ -36,7 +37,7 @@ from telechat_moe.tools.align.operators.registry import (
     ops,
     primitive,
 )
-from telechat_moe.tools.align.operators.shapes import cut, move, moves
+from telechat_moe.tools.align.operators.shapes import arranged, cut, move, moves
 
 EXP, EXP_SLOPE = 90.0, 9.0
 """Errors of MindSpore's exp on CPU, in roundings: a constant, and an amount for each unit of its argument.
@@ -99,10 +100,24 @@ def _layer_norm(a: Arguments) -> Any:
     return [y * weight + floating(a.bias), mean, third]
 
 
-@primitive("Split", "input dim=0 parts=1", exact=True)
+def _dims(a: Arguments) -> Sequence[int]:
+    first = a.input[0] if is_sequence(a.input) else a.input
+    return range(plain(first).ndim - 1, -1, -1)
+
+
+def _parts(a: Arguments) -> Sequence[int]:
+    return [len(a.made)] if a.made else []
+
+
+@primitive("Split", "input dim=0 parts=1", exact=True, dim=_dims, parts=_parts)
 def _split(a: Arguments) -> Any:
     shape = plain(a.input).shape
     return cut(a.input, [shape[int(a.dim)] // int(a.parts)] * int(a.parts), int(a.dim))
+
+
+@primitive("Concat", "input dim=0", exact=True, dim=_dims)
+def _concat(a: Arguments) -> Any:
+    return arranged(lambda *xs: np.concatenate(xs, int(a.dim)), *a.input)
 
 
 def _strided(x: Array, a: Arguments) -> Array:
@@ -213,7 +228,8 @@ def _one_hot(a: Arguments) -> Any:
 
 @primitive("Cast", "input type", exact=True)
 def _cast(a: Arguments) -> Any:
-    kind = _TYPES.get(int(plain(a.type)), "?")
+    named = isinstance(a.type, str)  # as msprobe writes mindspore.float32
+    kind = a.type.lower() if named else _TYPES.get(int(plain(a.type)), "?")
     x = plain(a.input)
     if kind == "?":
         raise NotJudgedError(f"cast to the type with number {a.type}")
