@@ -31,12 +31,12 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def checked_kind(name: str, known: Architecture | None, experts: int) -> None:
+def checked_kind(name: str, architecture: Architecture | None, experts: int) -> None:
     """Refuse a name whose model is not a dense decoder, and whose other parts nothing describes.
 
     Args:
         name: As the table writes it.
-        known: The published architecture of this name.
+        architecture: The published architecture of this name.
         experts: How many the row gives; at most 1: none.
 
     Raises:
@@ -44,7 +44,7 @@ def checked_kind(name: str, known: Architecture | None, experts: int) -> None:
     """
     if MULTIMODAL.search(_key(name)):
         raise MissingError("a term for the encoder of a multimodal model")
-    if (experts > 1 or ACTIVE.search(_key(name))) and not (known and known.experts):
+    if (experts > 1 or ACTIVE.search(_key(name))) and not (architecture and architecture.experts):
         raise MissingError(f"architecture of the mixture {name}")
 
 

@@ -30,7 +30,7 @@ def _read(name: str, folder: Path, pick: str, /, **cells: str) -> MeasuredStep:
 
 
 @pytest.mark.parametrize(
-    ("table", "pick", "column", "known"),
+    ("table", "pick", "column", "word"),
     [
         ("mindspeed_llm_ascend", "Bloom-176B", "recompute", "full_uniform"),
         ("mindspeed_llm_ascend", "Bloom-176B", "dispatcher", "deepep"),
@@ -47,11 +47,11 @@ def _read(name: str, folder: Path, pick: str, /, **cells: str) -> MeasuredStep:
         ("megatron_functional_golden", "bert", "fp8-format", "e4m3"),
     ],
 )
-def test_an_unknown_word_is_an_error_that_says_where(table, pick, column, known, tmp_path):
+def test_an_unknown_word_is_an_error_that_says_where(table, pick, column, word, tmp_path):
     file = _changed(table, tmp_path, pick, **{column: "sometimes"})
     with pytest.raises(BadInputError) as error:
         read_table(file)
-    for part in (f"{file}:2:", f"column {column}:", "'sometimes'", known):
+    for part in (f"{file}:2:", f"column {column}:", "'sometimes'", word):
         assert part in str(error.value)
 
 

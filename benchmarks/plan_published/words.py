@@ -12,9 +12,9 @@ Meaning = TypeVar("Meaning")
 class WordError(Exception):
     """A cell whose word is not known; says the column and the words that are."""
 
-    def __init__(self, column: str, text: str, known: Mapping[str, object]) -> None:
-        words = ", ".join(word or "(empty)" for word in known)
-        super().__init__(f"column {column}: {text[:40]!r} is not known; known are {words}")
+    def __init__(self, column: str, text: str, words: Mapping[str, object]) -> None:
+        listed = ", ".join(word or "(empty)" for word in words)
+        super().__init__(f"column {column}: {text[:40]!r} is not known; known are {listed}")
 
 
 def meaning(row: Mapping[str, Any], column: str, words: Mapping[str, Meaning]) -> Meaning:
