@@ -168,20 +168,9 @@ def report(scored: Sequence[ScoredStep], tables: Sequence[str]) -> dict[str, Any
 
 def _plain(s: ScoredStep) -> dict[str, Any]:
     return {
-        "table": s.row.table,
-        "line": s.row.line,
-        "model": s.row.model,
-        "device": s.row.device,
-        "layout": s.row.layout.short() if s.row.layout else None,
-        "predicted_s": s.step_s,
-        "measured_s": s.row.step_s,
-        "error": s.error,
-        "predicted_bytes": s.memory_bytes,
-        "measured_bytes": s.row.memory_bytes,
-        "memory_error": s.memory_error,
-        "fits": s.fits,
-        "measured_mfu": s.mfu,
-        "provenance": s.row.provenance,
-        "source": s.row.source,
-        "rejected": s.row.reason or None,
-    }
+        "table": s.row.table, "line": s.row.line, "model": s.row.model, "device": s.row.device,
+        "layout": s.row.layout.short() if s.row.layout else None, "predicted_s": s.step_s, "measured_s": s.row.step_s,
+        "error": s.error, "predicted_bytes": s.memory_bytes, "measured_bytes": s.row.memory_bytes,
+        "memory_error": s.memory_error, "fits": s.fits, "measured_mfu": s.mfu, "provenance": s.row.provenance,
+        "source": s.row.source, "rejected": s.row.reason or None,
+    }  # fmt: skip
