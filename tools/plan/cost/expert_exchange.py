@@ -108,8 +108,8 @@ def choices(
     if not architecture.moe_layers or layout.ep * layout.etp == 1:
         return {}
     times = _times(columns([(architecture, layout)]), device)[:, 0]
-    allowed = {kind: float(t) for kind, t in zip(EXCHANGES, times, strict=True) if np.isfinite(t)}
-    return dict(sorted(allowed.items(), key=lambda item: item[1]))
+    ways: list[tuple[TokenExchange, float]] = list(zip(EXCHANGES, map(float, times), strict=True))
+    return dict(sorted((way for way in ways if np.isfinite(way[1])), key=lambda way: way[1]))
 
 
 def fastest(x: Columns, device: Device) -> Floats:

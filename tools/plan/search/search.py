@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.expert_exchange import choices, fastest
 from telechat_moe.tools.plan.cost.layout import Layout
@@ -231,7 +232,7 @@ class _LayoutSearch:
         def bounds(pp: int) -> tuple[Costs, tuple[NDArray[Any], ...]]:
             rows = np.flatnonzero(column["pp"] == pp)
             x = space_columns(self.plan.architecture, self.plan.rows[rows], self.plan.space)
-            x.exchange = fastest(x, self.plan.device)
+            x = Columns({**vars(x), "exchange": fastest(x, self.plan.device)})
             choice, room = np.isin(column["policy"][rows], CHOSEN), self.plan.room_bytes
             c = costs(x, self.plan.device, choice, room)
             bound, missing, stage = lower_bound(c, room)
