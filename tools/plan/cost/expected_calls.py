@@ -177,9 +177,9 @@ class Calls:
             size, sequences = WIDTH * self.token * width, math.gcd(self.x.micro_batch, mesh.tp)
             split = mesh.sp and width == a.qk_rope and mesh.dp == 1 < sequences < mesh.tp
             if split:  # the rotary key's slices have sequences and their rows: its rows are gathered first, then sequences
-                tp, each = mesh.axes("tp"), mesh.tp // sequences
-                calls.append(_ForwardCall("AllGather", tp, size // sequences, members=each))
-                calls.append(_ForwardCall("AllGather", tp, size, members=sequences, stride=each))
+                tp, slices = mesh.axes("tp"), mesh.tp // sequences
+                calls.append(_ForwardCall("AllGather", tp, size // sequences, members=slices))
+                calls.append(_ForwardCall("AllGather", tp, size, members=sequences, stride=slices))
             else:
                 calls += self._gather_tp(size)
             # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators,
