@@ -21,10 +21,17 @@ from benchmarks.plan_published.cells import (
     number_of,
     or_reason,
 )
-from benchmarks.plan_published.models import published
+from benchmarks.plan_published.models import checked_kind, published
 from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
 from benchmarks.plan_published.tables_yaml import read_sets
+from benchmarks.plan_published.words import (
+    PRECISION,
+    WordError,
+    dispatcher_of,
+    meaning,
+    recompute_of,
+)
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
@@ -65,12 +72,12 @@ def _foundry(row: Fields, table: str, line: int) -> MeasuredStep:
     architecture = published(f"mpt{row['Model']}", seq=seq)
     if architecture is None:
         raise MissingError(f"Model {row['Model']}: no published architecture")
-    precision = row["Precision"]
+    gathered_again = meaning(row, "Sharding Strategy", {"full_shard": True, "shard_grad_op": False})
     layout = Layout(
-        dp=gpus, zero=3, fsdp=row["Sharding Strategy"] == "FULL_SHARD", micro_batch=micro,
-        micro_batches=int_of(row, "GradAccum"), compute="fp8" if "fp8" in precision else "bf16",
+        dp=gpus, zero=3, fsdp=gathered_again, micro_batch=micro,
+        micro_batches=int_of(row, "GradAccum"), compute=meaning(row, "Precision", PRECISION),
         recompute="full+early_stop" if is_true(row, "Activation Checkpointing") else "none",
-        gradient_bytes=2 if row.get("MP Mode") == "PURE" else 4,
+        gradient_bytes=meaning(row, "MP Mode", {"pure": 2, "default": 4, "": 4}),
         parameter_bytes=4, optimizer_bytes=8, stack=Stack(fused=False, fused_attention=False),
     )  # fmt: skip
     return new_row(
@@ -147,13 +154,23 @@ def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
     architecture = published(model, seq=seq)
     if architecture is None:
         return replace(start, reason=f"missing: architecture of {model}")
+    checked_kind(model, architecture, 0)
     if not row["precision"].strip():
         return replace(start, reason="missing: precision")
     precision = row["precision"].split()[0].upper()
-    compute = "fp4" if "FP4" in precision else "bf16" if precision.startswith("BF16") else "fp8"
-    layout = _megatron(row, architecture, gpus, micro, batch, compute)
-    # scripts/performance of the same repository: HybridEP, gradients reduced in 2 bytes
-    layout = layout.with_changes(hierarchical=True, permute_bytes=8, gradient_bytes=2)
+    layout = _megatron(
+        row,
+        architecture,
+        gpus,
+        micro,
+        batch,
+        meaning({"precision": precision}, "precision", PRECISION),
+    )
+    # scripts/performance of the same repository: HybridEP unless the row says otherwise, gradients reduced in 2 bytes
+    dispatcher = dispatcher_of(row, "dispatcher") or dispatcher_of({"": "hybridep"}, "")
+    layout = layout.with_changes(
+        **dispatcher, gradient_bytes=2, recompute=recompute_of(row, "recompute")
+    )
     if precision == "MXFP8" and "B" in device and _version(row["container"]) >= _fused_from(model):
         layout = layout.with_changes(graphs=True, fused_experts=True, ep_overlap=True)
     return replace(start, architecture=architecture, layout=layout)
@@ -194,7 +211,7 @@ def read_table(file: str | Path) -> list[MeasuredStep]:
         file: A CSV file in one of `FORMATS`, or a YAML file with `sets`.
 
     Raises:
-        BadInputError: The file is missing or its columns fit no format.
+        BadInputError: The file is missing, its columns fit no format, or a word is not known (see `words.py`).
     """
     path = Path(file)
     if path.suffix in (".yaml", ".yml"):
@@ -202,7 +219,7 @@ def read_table(file: str | Path) -> list[MeasuredStep]:
     columns, rows = read_csv(path)
     for needed, parse in FORMATS:
         if needed <= set(columns):
-            return [_row(row, parse, path.stem, line) for line, row in enumerate(rows, start=2)]
+            return [_row(row, parse, path, line) for line, row in enumerate(rows, start=2)]
     raise BadInputError(
         f"{path}: columns {', '.join(sorted(columns))[:200]} fit no known table; see the formats in "
         "benchmarks/plan_published/README.md"
@@ -210,7 +227,7 @@ def read_table(file: str | Path) -> list[MeasuredStep]:
 
 
 def _row(
-    given: Fields, parse: Callable[[Fields, str, int], MeasuredStep], table: str, line: int
+    given: Fields, parse: Callable[[Fields, str, int], MeasuredStep], path: Path, line: int
 ) -> MeasuredStep:
     # cells beyond the header come under the key None, missing ones as None
     fields = Cells({k: v for k, v in given.items() if k is not None and v is not None})
@@ -221,7 +238,11 @@ def _row(
             ("gpu", "GPU", "system", "hw", "device"),
         )
     )
+    table = path.stem
     bare = MeasuredStep(
         table=table, line=line, model=model, device=device, group=f"{table}/{model}"
     )
-    return or_reason(bare, lambda: parse(fields, table, line))
+    try:
+        return or_reason(bare, lambda: parse(fields, table, line))
+    except WordError as error:
+        raise BadInputError(f"{path}:{line}: {error}") from None

@@ -15,7 +15,8 @@ from benchmarks.plan_published.cells import (
     new_row,
     number_of,
 )
-from benchmarks.plan_published.models import published
+from benchmarks.plan_published.models import checked_kind, published
+from benchmarks.plan_published.words import dispatcher_of, meaning, recompute_of
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
@@ -49,13 +50,15 @@ def mindformers(row: Fields, table: str, line: int) -> MeasuredStep:
     if "a2" in device.lower() and 0 < number_of(row, "max_device_memory", 0) <= SMALL_GB:
         return replace(start, reason="missing: the layout on this device (the recipe is for 32 GB)")
     speed = number_of(row, "tok_s_device")
+    known = published(name)
+    experts = int_of(row, "expert_num", 1)
+    checked_kind(name, known, experts)
     seq = int_of(row, "seq")
-    known = published(name, seq=seq)
+    known = known and replace(known, seq=seq)
     hidden, layers, heads = int_of(row, "hidden"), int_of(row, "layers"), int_of(row, "heads")
     inter = int_of(row, "inter", 0)
     kv = int_of(row, "kv_heads", known.kv_heads if known else heads)
-    experts = int_of(row, "expert_num", 1)
-    if experts > 1 and known is not None and known.experts:
+    if known is not None and known.experts:
         architecture = known
     else:
         gpt = name.startswith("gpt")
@@ -97,15 +100,34 @@ def _offset(text: str, layers: int, chunks: int) -> tuple[int, ...] | None:
 
 
 def _ascend_recompute(row: Fields, chunks: int) -> tuple[str, tuple[int, ...] | None]:
-    value = _listed(row["recompute"])
-    if isinstance(value, list):
-        return "full", tuple(value) if len(value) == chunks else None
-    if value is True:
-        return "full", None
-    select = row.get("select_recompute") or ""
-    if select.startswith("[") or select == "True":
-        return "activation", None
+    """Return the policy and the layers of each chunk: `recompute` before `select_recompute`.
+
+    Raises:
+        WordError: A cell is neither yes, nor no, nor a list.
+        MissingError: A list does not have a number for each chunk.
+    """
+    full, select = (_marks(row, column, chunks) for column in ("recompute", "select_recompute"))
+    for policy, value in (("full", full), ("activation", select)):
+        if value:
+            return policy, value if isinstance(value, tuple) else None
     return "none", None
+
+
+def _marks(row: Fields, column: str, chunks: int) -> bool | tuple[int, ...]:
+    """Return whether a cell recomputes every layer, or how many of each chunk."""
+    value = _listed(row[column]) if row[column].startswith("[") else None
+    if not isinstance(value, list):
+        return meaning(row, column, {"true": True, "false": False, "": False})
+    if len(value) != chunks:
+        raise MissingError(f"{column}: {len(value)} numbers for {chunks} chunks")
+    return tuple(value)
+
+
+def _mindspeed_recompute(row: Fields, chunks: int) -> tuple[str, tuple[int, ...] | None]:
+    """Return the policy and, for the method `block`, the layers of each chunk."""
+    if row["recompute"].strip().lower() == "full_block":
+        return "full", (int_of(row, "recompute_layers"),) * chunks
+    return recompute_of(row, "recompute"), None
 
 
 def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
@@ -126,8 +148,8 @@ def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
     hidden, layers, heads = int_of(row, "hidden"), int_of(row, "layers"), int_of(row, "heads")
     if known is None:
         raise MissingError(f"vocabulary of {model}")
-    experts = int_of(row, "num_experts", 0)
-    if experts:
+    checked_kind(model, known, int_of(row, "num_experts", 0))
+    if known.experts:
         architecture = replace(known, seq=seq)
     else:
         architecture = Architecture(
@@ -140,14 +162,14 @@ def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
     per_chunk = int_of(row, "vpp_layers", 0)
     vpp = layers // pp // per_chunk if per_chunk and pp > 1 else 1
     speed = number_of(row, "tok_s_device")
-    full = row.get("recompute") == "full"
+    recompute, counts = _mindspeed_recompute(row, pp * vpp)
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int_of(row, "ep", 1), sequence_parallel=is_true(row, "sp") and tp > 1,
         zero=1 if is_true(row, "distopt") else 0, micro_batch=micro,
-        micro_batches=divided(batch, dp * micro, "gbs"), recompute="full" if full else "none",
+        micro_batches=divided(batch, dp * micro, "gbs"), recompute=recompute, recompute_layers=counts,
         schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16",
         stack=Stack(flash=is_true(row, "flash"), fused_loss=False),
-    )  # fmt: skip
+    ).with_changes(**dispatcher_of(row, "dispatcher"))  # fmt: skip
     return replace(
         start, architecture=architecture, layout=layout, step_s=batch * seq / (speed * gpus)
     )

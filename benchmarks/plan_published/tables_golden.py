@@ -13,21 +13,31 @@ from benchmarks.plan_published.cells import (
     new_row,
     number_of,
 )
+from benchmarks.plan_published.words import PRECISION, dispatcher_of, meaning, recompute_of
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
-NOT_GIVEN = {
+FAMILY = {
+    "gpt": "", "gpt-nemo": "", "moe": "", "mixtral": "", "bert": "",
     "t5": "num-layers of encoder and decoder, seq-length",
     "hybrid": "which layers are Mamba's",
     "nemotron": "which layers are Mamba's",
-    "grpo": "lengths of the rollouts",
-    "distill": "the teacher's model",
-    "frozen": "which parameters are frozen",
-    "muon": "the optimizer's states",
-    "flextron": "the widths that are trained",
-}
-"""What functional tests of a family, or with a word in their name, do not print of their layout."""
+    "mimo": "a term for the encoder of a multimodal model",
+    "multimodal-llava": "a term for the encoder of a multimodal model",
+}  # fmt: skip
+"""Families of functional tests, and what their rows lack for a prediction."""
+
+OPTIMIZER = {"": True, "adam": True, "muon": False, "dist_muon": False, "sgd": False}
+"""Whether an optimizer keeps what `Layout.optimizer_bytes` counts."""
+
+SHARDING = {"": 0, "no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""`zero` of Megatron-LM's FSDP."""
+
+FUSED = {"": True, "auto": True, "flash": True, "fused": True, "unfused": False, "local": False}
+"""Whether an attention backend keeps no scores in memory."""
+
+IMPLEMENTATION = {"": True, "transformer_engine": True, "local": False}
 
 
 def _string(text: str, layers: int, chunks: int) -> tuple[int, ...] | None:
@@ -59,9 +69,8 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         row["family"],
         memory_bytes=number_of(row, "mem_max_alloc_bytes", 0) or None,
     )
-    for word, what in NOT_GIVEN.items():
-        if word in case or word == row["family"]:
-            return replace(start, reason=f"missing: {what}")
+    if lacks := _lacks(row):
+        return replace(start, reason=f"missing: {lacks}")
     hidden, layers, heads = (
         int_of(row, k) for k in ("hidden-size", "num-layers", "num-attention-heads")
     )
@@ -83,12 +92,36 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         tied=not is_true(row, "untie-embeddings-and-output-weights"), seq=seq, positions=seq, biases=not swiglu,
         pair_share=float(bert),
     )  # fmt: skip
-    layout = _layout(row, case, hardware, layers, bool(experts))
+    layout = _layout(row, layers, bool(experts))
     # no time without data-parallel size and global batch
     return replace(start, architecture=architecture, layout=layout, memory_stage=pp - 1)
 
 
-def _layout(row: Fields, case: str, hardware: str, layers: int, experts: bool) -> Layout:
+def _lacks(row: Fields) -> str:
+    """Return what a row does not give of what it trains; empty: nothing."""
+    if lacks := meaning(row, "family", FAMILY):
+        return lacks
+    if not meaning(row, "optimizer", OPTIMIZER):
+        return "the optimizer's states"
+    if is_true(row, "perform-rl-step"):
+        return "lengths of the rollouts"
+    return "the teacher's model" if row["export-kd-teacher-load"] else ""
+
+
+def _recompute(row: Fields, layers: int, chunks: int) -> tuple[str, tuple[int, ...] | None]:
+    """Return the policy and, for the method `block`, the layers of each chunk."""
+    policy = meaning(
+        row, "recompute-granularity", {"": "none", "selective": "selective", "full": "full"}
+    )
+    block = meaning(row, "recompute-method", {"": False, "uniform": False, "block": True})
+    if policy == "selective" and row["recompute-modules"]:
+        policy = recompute_of(row, "recompute-modules")
+    if policy == "full" and block:
+        return policy, (min(int_of(row, "recompute-num-layers"), layers // chunks),) * chunks
+    return policy, None
+
+
+def _layout(row: Fields, layers: int, experts: bool) -> Layout:
     tp, pp = (
         int_of(row, "tensor-model-parallel-size", 1),
         int_of(row, "pipeline-model-parallel-size", 1),
@@ -97,8 +130,7 @@ def _layout(row: Fields, case: str, hardware: str, layers: int, experts: bool) -
     ep, etp = int_of(row, "expert-model-parallel-size", 1), 1
     if experts:
         etp = int_of(row, "expert-tensor-parallel-size", tp)  # Megatron-LM's default
-    # the table does not say how many devices a test ran on: a node of GB200, two of them, or a node of 8; at least what it needs
-    gpus = 4 if "gb200" in hardware and "1node" in case else 8
+    gpus = int_of(row, "gpus", 8)  # at least what a stage needs
     dp = min(max(gpus // (tp * pp * cp), 1), max(int_of(row, "global-batch-size") // micro, 1))
     dp *= ep * etp // math.gcd(ep * etp, dp * tp * cp)
     chunks = int_of(row, "num-layers-per-virtual-pipeline-stage", 0)
@@ -107,20 +139,22 @@ def _layout(row: Fields, case: str, hardware: str, layers: int, experts: bool) -
         if chunks and pp > 1
         else int_of(row, "num-virtual-stages-per-pipeline-rank", 1)
     )
-    backend = row.get("attention-backend") or ""
-    earlier = "dracooci" in hardware and cp == 1 and not backend and "reshard" not in case
-    local = backend in ("unfused", "local") or row.get("transformer-impl") == "local"
-    flash = (
-        not local and not earlier
-    )  # those on dracooci were recorded before flash was the default
+    # Transformer Engine of the LTS image has no deterministic flash attention; what dracooci recorded later names its backend
+    plain = "dracooci" in row["hw"] and cp == 1 and not row["attention-backend"]
+    deterministic = not is_true(row, "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    flash = meaning(row, "attention-backend", FUSED) and meaning(
+        row, "transformer-impl", IMPLEMENTATION
+    )
+    copies = int_of(row, "num-distributed-optimizer-instances", 1)
+    recompute, counts = _recompute(row, layers, pp * vpp)
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, sequence_parallel=is_true(row, "sequence-parallel"),
-        opt_shards=max(dp * cp // 2, 1) if "multi_dist_optimizer" in case else 0,  # two copies of the optimizer
+        opt_shards=max(dp * cp // copies, 1) if copies > 1 else 0, recompute=recompute, recompute_layers=counts,
         ep=ep, etp=etp, chunks=_string(row["pipeline-model-parallel-layout"], layers, pp * vpp),
-        zero=(3 if row.get("data-parallel-sharding-strategy") == "optim_grads_params" else
-              1 if is_true(row, "use-distributed-optimizer") else 0),
+        zero=(meaning(row, "data-parallel-sharding-strategy", SHARDING)  # type: ignore[arg-type]
+              or int(is_true(row, "use-distributed-optimizer"))),
         micro_batch=micro, micro_batches=max(int_of(row, "global-batch-size") // (dp * micro), 1),
-        stack=Stack(flash=flash),
+        stack=Stack(flash=flash and not (plain and deterministic)),
         schedule="interleaved" if vpp > 1 else "1f1b",
-        compute="bf16",
-    )  # fmt: skip
+        compute=meaning(row, "fp8-format", {"": "bf16"} | PRECISION),
+    ).with_changes(**dispatcher_of(row, "moe-token-dispatcher-type"))  # fmt: skip

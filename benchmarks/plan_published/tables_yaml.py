@@ -13,14 +13,29 @@ from typing import Any
 import yaml
 
 from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, or_reason, unreadable
-from benchmarks.plan_published.models import published
+from benchmarks.plan_published.models import checked_kind, published
 from benchmarks.plan_published.partial_steps import PARTS
+from benchmarks.plan_published.words import (
+    PRECISION,
+    WordError,
+    dispatcher_of,
+    meaning,
+    recompute_of,
+)
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
-from telechat_moe.tools.plan.cost.layout import Layout, Stack
+from telechat_moe.tools.plan.cost.layout import Compute, Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
+
+TITAN = {
+    "": "none", "none": "none", "full": "full+early_stop", "selective": "save_half", "per_op_sac": "save_half",
+}  # fmt: skip
+"""What torchtitan's activation checkpointing recomputes."""
+
+TITAN_CHUNKS = {"": 1, "1f1b": 1, "interleaved1f1b": 2, "interleaved_zero_bubble": 2}
+"""Chunks of a stage by torchtitan's schedules."""
 
 
 def _first(row: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -58,11 +73,20 @@ def read_sets(path: Path) -> list[MeasuredStep]:
     for number, entry in enumerate(raw["sets"], start=1):
         if not isinstance(entry, dict) or not entry.get("id"):
             raise BadInputError(f"{path}: set {number} has no `id`")
-        rows += list(_set(entry))
+        rows += list(_set(entry, path, number))
     return rows
 
 
-def _set(entry: Mapping[str, Any]) -> Iterator[MeasuredStep]:
+def _line(path: Path, number: int, row: int) -> int:
+    """Return the line of a set's row; sets and rows are counted from 1."""
+    node: Any = yaml.compose(path.read_text(encoding="utf-8"))
+    for key, index in (("sets", number), ("rows", row)):
+        node = next(value for name, value in node.value if name.value == key).value[index - 1]
+    return node.start_mark.line + 1
+
+
+def _set(entry: Mapping[str, Any], path: Path, order: int) -> Iterator[MeasuredStep]:
+    """Yield the rows of a file's set number `order`."""
     name, grade = str(entry["id"]), str(entry.get("prov", "?"))
     table = f"published_steps/{name}"
     common = entry.get("common") or {}
@@ -79,7 +103,11 @@ def _set(entry: Mapping[str, Any]) -> Iterator[MeasuredStep]:
             yield replace(bare, line=number, reason=unreadable("row", error))
             continue
         for variant in variants:
-            yield replace(_row(variant, table, name, number), provenance=grade)
+            try:
+                yield replace(_row(variant, table, name, number), provenance=grade)
+            except WordError as error:
+                line = _line(path, order, number)
+                raise BadInputError(f"{path}:{line}: set {name}, row {number}: {error}") from None
 
 
 def _variants(row: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
@@ -127,6 +155,7 @@ def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
     if float(row.get("layers") or 0) > MOST:
         raise MissingError(f"layers: {row['layers']} is out of range")
     if row.get("hidden") and row.get("layers") and row.get("heads") and not row.get("experts"):
+        checked_kind(model, None, 0)
         return Architecture(
             name=model, hidden=int(row["hidden"]), layers=("dense",) * int(row["layers"]), heads=int(row["heads"]),
             kv_heads=int(row.get("kv", 0)), ffn=int(row.get("ffn") or row.get("inter") or 0),
@@ -149,16 +178,13 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
     if gpus % (tp * pp * cp):
         raise MissingError(f"gpus: {gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
     dp = gpus // (tp * pp * cp)
-    precision = str(row.get("precision", "fp8" if row.get("fp8") else "bf16"))
-    compute: Any = "fp8" if "fp8" in precision.lower() else "bf16"
+    default: Compute = "fp8" if row.get("fp8") else "bf16"
+    compute = meaning(row, "precision", {"": default} | PRECISION)
     vpp = int(row.get("vpp") or row.get("vp") or 1)
     if titan:
         local = int(_first(row, "lbs"))
         micro, count = (1, local) if pp > 1 else (local, 1)
-        ac = str(row.get("ac", "none"))
-        recompute = "full+early_stop" if ac == "full" else "none" if ac == "none" else "save_half"
-        schedule = str(row.get("schedule", "1f1b"))
-        vpp = 2 if schedule.startswith("interleaved") else 1
+        recompute, vpp = meaning(row, "ac", TITAN), meaning(row, "schedule", TITAN_CHUNKS)
         return Layout(
             dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, zero=3 if pp == 1 else 2, fsdp=pp == 1, micro_batch=micro,
             micro_batches=count, recompute=recompute, compute=compute,
@@ -173,15 +199,13 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
     if batch % (dp * micro):
         raise MissingError(f"gbs: {batch} is not a multiple of dp x mbs = {dp * micro}")
     old = bool(row.get("old"))
-    recompute = str(row.get("recompute") or "none")
-    selective = recompute in ("selective", "attn", "sel")
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int(row.get("ep") or 1), micro_batch=micro,
-        micro_batches=batch // (dp * micro), recompute="selective" if selective else recompute, compute=compute,
+        micro_batches=batch // (dp * micro), recompute=recompute_of(row, "recompute"), compute=compute,
         schedule="interleaved" if vpp > 1 else "1f1b", stack=Stack(flash=not old, fused=not old, fused_loss=not old, overlap=not old),
         sequence_parallel=bool(row.get("sp", not old)) and tp > 1, gradient_bytes=2 if old else 4,
         zero=0 if old else int(row.get("zero", 1)),  # type: ignore[arg-type]
-    )  # fmt: skip
+    ).with_changes(**dispatcher_of(row, "dispatcher"))  # fmt: skip
 
 
 def _step(row: Mapping[str, Any], a: Architecture, x: Layout) -> float:

@@ -43,6 +43,12 @@ def test_every_row_is_read_or_has_a_reason_of_a_known_kind(file):
 
 
 ODD = ["", "abc", "-1", "0", "1e9", "1e400", "nan", "8 (4)", "3.5", "[1,2", "FP4", "8GB"]
+WORDS = {
+    "family", "optimizer", "recompute", "select_recompute", "recompute-granularity", "recompute-method", "recompute-modules",
+    "attention-backend", "transformer-impl", "data-parallel-sharding-strategy", "fp8-format", "moe-token-dispatcher-type",
+    "precision", "Precision", "MP Mode", "Sharding Strategy",
+}  # fmt: skip
+"""Columns of words: an unknown one there is an error (`test_words.py`)."""
 KINDS = ("missing: ", "device without a description", "impossible: ")
 
 
@@ -54,7 +60,8 @@ def test_odd_missing_and_additional_cells_are_refused_with_a_reason(file, tmp_pa
     changed = [list(lines[i]) for i in random.integers(0, len(lines), 120)]
     for line in changed:
         for at in random.integers(0, len(header), 2):
-            line[at] = str(random.choice(ODD))
+            if header[at] not in WORDS:
+                line[at] = str(random.choice(ODD))
         if random.random() < 0.1:
             del line[-3:]
         line += ["more"] * int(random.random() < 0.1)
@@ -147,14 +154,29 @@ def test_functional_tests_by_their_names_and_defaults():
             **GOLDEN,
             **{**split, "pipeline-model-parallel-layout": "Et*3|tL"},
         )
+    copies = {
+        "gpus": "16",
+        "num-distributed-optimizer-instances": "2",
+        "recompute-granularity": "full",
+    }
+    wide = _line("megatron_functional_golden", **GOLDEN, **copies).layout
+    assert wide
+    assert (wide.dp, wide.opt_shards, wide.recompute) == (4, 2, "full")
     bert = _line("megatron_functional_golden", **{**GOLDEN, "family": "bert"})
     assert bert.architecture
     # every token sees every other: half as many pairs again as causal ones, and one more on the diagonal
     assert keys_per_token(bert.architecture) == 1024
     assert bert.architecture.vocab == 30720
-    for case, word in (("gpt_muon", "optimizer"), ("gpt_grpo_x", "rollouts")):
-        row = _line("megatron_functional_golden", **{**GOLDEN, "case": case})
+    for cells, word in (
+        ({"optimizer": "dist_muon"}, "optimizer"),
+        ({"perform-rl-step": "True"}, "rollouts"),
+        ({"family": "multimodal-llava"}, "multimodal"),
+    ):
+        row = _line("megatron_functional_golden", **{**GOLDEN, **cells})
         assert word in row.reason
+    # the name of a case says nothing
+    named = "multi_dist_optimizer_frozen_muon_grpo_distill_1node_reshard"
+    assert _line("megatron_functional_golden", **{**GOLDEN, "case": named}).layout == plain.layout
 
 
 BRIDGE = {

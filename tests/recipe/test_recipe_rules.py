@@ -210,6 +210,13 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (LARGE, {"parallel.parallel_mode": "0"}, "parallel.parallel_mode"),
         (LARGE, {"parallel.parallel_mode": "STAND_ALONE"}, "parallel.parallel_mode"),
     ],
+    "device_number": [
+        (
+            TINY,
+            {"use_parallel": "True", "parallel.parallel_mode": "1", P + "data_parallel": "6"},
+            "parallel_config",
+        ),
+    ],
     "cpu": [
         (TINY, {"runner_config.sink_mode": "True"}, "runner_config.sink_mode"),
         (

@@ -63,6 +63,19 @@ def parallel_mode(r: Recipe) -> Iterator[Broken]:
     yield "parallel.parallel_mode", f"{mode}, but the model is split", "1 (semi-automatic)"
 
 
+def device_number(r: Recipe) -> Iterator[Broken]:
+    """MindSpore splits a model over 1, 2, 4 or a multiple of 8 devices (`device_num` of its front end)."""
+    product, text = _degrees(r)
+    if not r.use_parallel or r.parallel.parallel_mode not in PARALLEL_MODES:
+        return
+    if product % 8 and product not in (1, 2, 4):
+        yield (
+            "parallel_config",
+            f"{text} devices",
+            "degrees whose product is 1, 2, 4 or divisible by 8",
+        )
+
+
 def cpu(r: Recipe) -> Iterator[Broken]:
     """MindSpore on CPU: no device queue, bfloat16 only in fused products."""
     if r.context.device_target != "CPU":

@@ -13,6 +13,7 @@ from benchmarks.plan_memory.small import RECIPE, SETTINGS
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
+from telechat_moe.tools.plan.cost.expected_calls import ExpectedCall
 from telechat_moe.tools.plan.cost.expected_graph import calls_of, differences, predict
 from telechat_moe.tools.plan.search.planner import find, recipe_text
 
@@ -21,6 +22,7 @@ PLANS = [
     ("pp=1 tp=2 sp=false zero=0", None),
     ("pp=1 tp=2 sp=true zero=1 micro_batch=2 ep=1 etp=1 recompute=full", 152),
     ("pp=1 tp=4 etp=4 zero=0 micro_batch=4", None),
+    ("pp=1 tp=4 etp=1 sp=true zero=0 micro_batch=2", None),
     ("pp=1 cp=2 ep=4 zero=1", None),
     ("pp=2 tp=2 vpp=1 sp=true zero=0", None),
     ("pp=2 tp=1 vpp=2 recompute=none zero=0", None),
@@ -107,6 +109,19 @@ def test_all_to_all_v_carries_every_pair_of_token_and_expert_both_ways(tmp_path)
                 exchanges[call.phase] += times
     layers = 5 + 1  # with experts, and MTP
     assert exchanges == dict.fromkeys(("forward", "backward"), 2 * layers * layout.micro_batches)
+
+
+def test_rotary_keys_of_two_sequences_are_gathered_over_pairs(tmp_path) -> None:
+    """Figures of the compiled graph: four tensor-parallel devices, two sequences of 256 tokens, keys of 64."""
+    file, layout = planned(
+        "pp=1 tp=4 etp=1 sp=true zero=0 micro_batch=2", None, tmp_path, TWO_LAYERS
+    )
+    times = 3 * layout.micro_batches  # layers and MTP's
+    for rank, rows, sequences in ((0, (0, 1), (0, 2)), (3, (2, 3), (1, 3))):
+        calls = predict(load(str(file)), rank).calls
+        for phase, kind in (("forward", "AllGather"), ("backward", "ReduceScatter")):
+            assert calls[ExpectedCall(phase, kind, rows, 2 * 128 * 2 * 64)] == times
+            assert calls[ExpectedCall(phase, kind, sequences, 2 * 256 * 2 * 64)] == times
 
 
 def test_a_recipe_that_no_formula_covers_is_refused() -> None:

@@ -12,6 +12,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.measured_steps import COLUMNS, read_measured_steps
+from telechat_moe.tools.plan.cost.score import checked, score
 from telechat_moe.tools.plan.cost.step import evaluate
 
 RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -57,6 +58,54 @@ def test_report_holds_what_the_step_model_says(table: Path, tmp_path: Path) -> N
     assert report["overall"]["rows"] == 3
     assert report["memory"]["rows"] == 1
     assert report["tables"]["mine"]["of"] == 3
+
+
+def test_rows_are_predicted_by_a_device_file_as_by_the_device(table: Path, tmp_path: Path) -> None:
+    device = tmp_path / "our-cluster.yaml"
+    device.write_text("base: ascend-910b\n")
+    predicted: list[list[float]] = []
+    for name in ("ascend-910b", str(device)):
+        out = tmp_path / "score.json"
+        assert main(["plan", "score", str(table), "--device", name, "--json", str(out)]) == 0
+        predicted.append([row["predicted_s"] for row in json.loads(out.read_text())["rows"]])
+    assert predicted[0] == predicted[1]
+    assert all(predicted[0])
+    row = tmp_path / "row.csv"
+    row.write_text(f"recipe,device,step_s\n{RECIPE},{device},40\n")
+    assert main(["plan", "score", str(row)]) == 0
+
+
+def test_columns_of_mixtures_float8_fsdp_and_gpt(tmp_path: Path) -> None:
+    file = tmp_path / "kinds.csv"
+    file.write_text(
+        "hidden,layers,heads,vocab,seq,experts,top_k,moe_ffn,shared_experts,dense_layers,family,dp,ep,fsdp,compute,device,step_s\n"
+        "2048,4,16,32000,4096,64,6,1408,2,1,,8,8,,fp8,h100,1\n"
+        "2048,4,16,32000,4096,,,,,,gpt,8,,true,,h100,1\n"
+        "2048,4,16,32000,4096,,,,,,,8,,,fp8,a100,1\n"
+        "2048,4,16,32000,4096,64,,,,,,8,,,,h100,1\n"
+    )
+    mixture, gpt, old, half = checked(read_measured_steps(file), "h100")
+    assert mixture.architecture
+    assert mixture.layout
+    assert mixture.architecture.layers == ("dense", "moe", "moe", "moe")
+    assert mixture.architecture.shared_experts == 2
+    # three layers of 64 experts, three matrices of 2048 x 1408 each
+    assert (
+        mixture.architecture.experts * mixture.architecture.expert_weights == 64 * 3 * 2048 * 1408
+    )
+    assert (mixture.layout.ep, mixture.layout.compute) == (8, "fp8")
+    assert gpt.architecture
+    assert gpt.layout
+    assert (gpt.architecture.gated, gpt.architecture.biases, gpt.architecture.tied) == (
+        False,
+        True,
+        True,
+    )
+    assert gpt.architecture.positions == 4096
+    assert (gpt.layout.zero, gpt.layout.fsdp) == (3, True)
+    assert old.reason == "device without a description of fp8: a100"
+    assert half.reason == "missing: top_k, moe_ffn of a mixture of experts"
+    assert all(step.step_s for step in score([mixture, gpt], "h100"))
 
 
 @pytest.mark.parametrize(

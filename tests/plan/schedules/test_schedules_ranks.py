@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from telechat_moe.recipe import Recipe, RecipeError, find, load
+from telechat_moe.sharding.recipe import recomputed_layers, stages_of
+from telechat_moe.tools.plan.cost.columns import stage_of_chunk
+from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.schedules.program import Program
 from telechat_moe.tools.plan.schedules.published import generate
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
@@ -191,3 +194,23 @@ def test_a_deadlock_is_refused_with_what_each_stage_waits_for(tmp_path: Path):
     program = Program("swapped", 2, 4, good.routes, (tuple(first), tuple(second)))
     with pytest.raises(RecipeError, match=r"cannot finish \(deadlock\):\n.*stage 0 is stopped at"):
         rank_orders(recipe(write(tmp_path, program)))
+
+
+def test_a_recipe_of_a_v_has_its_layers_where_they_are_sharded():
+    """The second list of offsets is by stage, and the model runs through it from the last stage to the first."""
+    numbers = {
+        "model.model_config.num_hidden_layers": 7,
+        "model.model_config.offset": [[1, 0], [0, 2]],
+        "recompute_config.recompute": [[1, 0], [0, 3]],
+    }
+    folded = recipe("null", **IN_A_V, **numbers)
+    layout, stages = Layout.from_recipe(folded), stages_of(folded)
+    assert stages
+    assert layout.chunks == (2, 1, 3, 1)
+    assert layout.recompute_layers == (1, 0, 3, 0)
+    places = zip(stage_of_chunk(layout), layout.chunks, strict=True)
+    assert [stage for stage, n in places for _ in range(n)] == [x.stage for x in stages.layers]
+    marked = [is_marked for chunk in layout.chunk_kinds(["moe"] * 7) for _, is_marked in chunk]
+    assert {i for i, is_marked in enumerate(marked) if is_marked} == recomputed_layers(
+        folded, stages
+    )

@@ -12,10 +12,11 @@ from telechat_moe.recipe import load
 from telechat_moe.recipe.load import loads
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.expert_exchange import choices
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
-from telechat_moe.tools.plan.report.layouts import front_points, page, summary, why_not
+from telechat_moe.tools.plan.report.layouts import distinct, front_points, page, summary, why_not
 from telechat_moe.tools.plan.search import search as search_module
 from telechat_moe.tools.plan.search.emit import (
     layout_string,
@@ -23,6 +24,7 @@ from telechat_moe.tools.plan.search.emit import (
     settings,
     write_recipe,
 )
+from telechat_moe.tools.plan.search.planner import find, recipe_text
 from telechat_moe.tools.plan.search.search import search, usable
 from telechat_moe.tools.plan.search.space import (
     NAMES,
@@ -195,6 +197,27 @@ def test_recipe_is_accepted_and_says_the_same() -> None:
         assert table.step_s[0] == pytest.approx(table.step_s[1], rel=1e-12)
         assert repeated.devices == 256
         assert repeated.global_batch == 64
+
+
+def test_the_step_that_is_searched_is_the_step_of_the_recipe_that_is_written(tmp_path) -> None:
+    plan = find(LARGE, [], 256, "ascend-910b", 55 * 2**30, None, ["pp=4", "vpp=2", "tp=1"], top=3)
+    written = tmp_path / "planned.yaml"
+    ways = set()
+    for pick, best in enumerate(distinct(plan), start=1):
+        written.write_text(recipe_text(plan, LARGE, [], pick))
+        layout = Layout.from_recipe(load(str(written)))
+        ways.add(layout.exchange)
+        assert layout.exchange == best.layout.exchange
+        step = simulate_step(plan.architecture, layout, plan.device)
+        assert step.step_s == pytest.approx(best.step_s, rel=1e-9)
+        assert f"Predicted step {step.step_s:.4f} s" in written.read_text()
+        # no other exchange that the layout allows is faster
+        for kind in choices(plan.architecture, layout, plan.device):
+            other = layout.with_changes(exchange=kind)
+            assert simulate_step(plan.architecture, other, plan.device).step_s >= step.step_s * (
+                1 - 1e-9
+            )
+    assert ways - {"alltoall"}
 
 
 def test_layout_string_and_mindspeed() -> None:

@@ -212,14 +212,19 @@ def read_mapping(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _merged(file: Path) -> dict[str, Any]:
-    """Return a file's settings on top of those of its ``base``, another product with the same device."""
+def _merged(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a file's settings on top of those of its ``base``, another product with the same device, which may have one."""
+    if file in above:
+        chain_of_bases = " -> ".join(map(str, (*above, file)))
+        raise BadInputError(
+            f"{chain_of_bases}: base is a cycle, expected a file without base at its end"
+        )
     raw = read_mapping(file)
     if "base" not in raw:
         return raw
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
-    base = read_mapping(beside if os.path.isfile(beside) else FOLDER / name)  # noqa: PTH113 (any text)
+    base = _merged(beside if os.path.isfile(beside) else FOLDER / name, (*above, file))  # noqa: PTH113 (any text)
     both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
     }

@@ -55,6 +55,9 @@ class _ForwardCall(NamedTuple):
     """Whether recomputing a layer needs its result."""
     by: str = "recompute"
     """Phase that repeats it where a layer is recomputed."""
+    members: int = 0
+    """Devices of a smaller group, every `stride`-th of those of the axes; 0: all of them."""
+    stride: int = 1
 
 
 class Calls:
@@ -139,6 +142,10 @@ class Calls:
     def _run(self, once: Sequence[_ForwardCall], recomputed: bool) -> None:
         for call in once:
             ranks = self.mesh.group(self.rank, call.axes)
+            if call.members:
+                first, span = ranks.index(self.rank), call.members * call.stride
+                start = first // span * span + first % call.stride
+                ranks = ranks[start : start + span : call.stride]
             times = self.x.micro_batches
             self._put("forward", call.kind, ranks, call.bytes, times)
             if recomputed and call.recomputed:
@@ -167,11 +174,19 @@ class Calls:
             if mesh.sp and mesh.cp > 1 and mesh.dp > 1 and width == a.kv_lora_rank:
                 calls.append(_ForwardCall("AllGather", mesh.axes("cp", "tp"), size))
                 continue
-            calls += self._gather_tp(WIDTH * self.token * width)
+            size, sequences = WIDTH * self.token * width, math.gcd(self.x.micro_batch, mesh.tp)
+            split = mesh.sp and width == a.qk_rope and mesh.dp == 1 < sequences < mesh.tp
+            if split:  # the rotary key's slices have sequences and their rows: its rows are gathered first, then sequences
+                tp, slices = mesh.axes("tp"), mesh.tp // sequences
+                calls.append(_ForwardCall("AllGather", tp, size // sequences, members=slices))
+                calls.append(_ForwardCall("AllGather", tp, size, members=sequences, stride=slices))
+            else:
+                calls += self._gather_tp(size)
             # The rotary key comes from a function on slices, whose gather MindSpore repeats among backward operators,
             # unmarked, in a network that micro-batches share.
             shared = self.x.micro_batches > 1
             by = "backward" if width == a.qk_rope and shared else "recompute"
+            size = WIDTH * self.whole * width
             calls.append(_ForwardCall("AllGather", mesh.axes("cp"), size, by=by))
         calls += self._sum_tp(recomputed=True)
         rows = self._gather_tp(WIDTH * self.token * a.hidden)

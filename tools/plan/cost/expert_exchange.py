@@ -107,14 +107,23 @@ def choices(
     """
     if not architecture.moe_layers or layout.ep * layout.etp == 1:
         return {}
-    x = columns([(architecture, layout)])
-    by_node = layout.etp == 1 and spans(x.ep, device)[0] > 1
+    times = _times(columns([(architecture, layout)]), device)[:, 0]
+    ways: list[tuple[TokenExchange, float]] = list(zip(EXCHANGES, map(float, times), strict=True))
+    return dict(sorted((way for way in ways if np.isfinite(way[1])), key=lambda way: way[1]))
+
+
+def fastest(x: Columns, device: Device) -> Floats:
+    """Return the number in `EXCHANGES` of the fastest way that each configuration allows."""
+    return _times(x, device).argmin(axis=0).astype(float)
+
+
+def _times(x: Columns, device: Device) -> Floats:
+    """Return the seconds of one dispatch by each way, [ways, n]; infinity: the layout does not allow it."""
     size = 2 * x.micro_batch * x.seq / x.cp / x.tp * x.hidden * x.imbalance
-    times: dict[TokenExchange, float] = {
-        kind: float(exchange_s(kind, x, size, device)[0])
-        for kind in (EXCHANGES if by_node else EXCHANGES[:1])
-    }
-    return dict(sorted(times.items(), key=lambda item: item[1]))
+    times = np.array([exchange_s(kind, x, size, device) for kind in EXCHANGES])
+    by_node = (x.etp == 1) & (spans(x.ep, device) > 1)
+    times[1:] = np.where(by_node, times[1:], np.inf)
+    return times
 
 
 def told(times: Mapping[TokenExchange, float]) -> str:

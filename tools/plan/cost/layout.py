@@ -220,7 +220,9 @@ class Layout:
         if zero and detail and detail.optimizer_level:
             zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
         count = p.micro_batch_num if pp > 1 else run.gradient_accumulation_steps
-        recompute, layers = _recompute(recipe, pp * vpp)
+        schedule = _schedule(pipeline.pipeline_scheduler if pipeline else "1f1b", vpp)
+        v_shape = schedule == "zb-v" and vpp == 2
+        recompute, layers = _recompute(recipe, pp * vpp, v_shape)
         swaps = swapped(recipe)
         named = recipe.recompute_config.recompute if recipe.swap_config.swap else None
         width = {"float32": 4, "fp32": 4}.get(c.params_dtype, 2)
@@ -243,8 +245,8 @@ class Layout:
             recomputed=tuple(_flat(named)) if isinstance(named, list) else None,
             swapped=tuple(swaps),
             prefetch=max((n for parts in swaps.values() for n in parts.values()), default=1),
-            schedule=_schedule(pipeline.pipeline_scheduler if pipeline else "1f1b", vpp),
-            chunks=_chunks(c.offset, c.num_hidden_layers, pp, vpp),
+            schedule=schedule,
+            chunks=_chunks(c.offset, c.num_hidden_layers, pp * vpp, v_shape),
             compute=compute,
             parameter_bytes=width,
             gradient_bytes=width,
@@ -267,29 +269,26 @@ def _schedule(word: str, vpp: int) -> ScheduleName:
 Nested = int | list[int]
 
 
-def _flat(entries: Sequence[Nested]) -> list[int]:
-    """Return the numbers of a list that may hold lists."""
-    return [int(x) for entry in entries for x in (entry if isinstance(entry, list) else [entry])]
+def _flat(entries: Sequence[Nested], v_shape: bool = False) -> list[int]:
+    """Return the numbers of a list that may hold lists, in the model's order: a V's second list begins at the last stage."""
+    rows = [entry if isinstance(entry, list) else [entry] for entry in entries]
+    return [int(x) for i, row in enumerate(rows) for x in (row[::-1] if v_shape and i else row)]
 
 
-def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] | None:
+def _chunks(offset: object, layers: int, count: int, v_shape: bool) -> tuple[int, ...] | None:
     """Return layers per global chunk; `offset` is 0, a list per stage, or lists [chunk][stage]."""
-    if not isinstance(offset, list):
-        return None
-    flat = _flat(cast("list[Nested]", offset))
-    if len(flat) != pp * vpp:
-        return None
-    return tuple(layers // (pp * vpp) + extra for extra in flat)
+    flat = _flat(cast("list[Nested]", offset), v_shape) if isinstance(offset, list) else []
+    return tuple(layers // count + extra for extra in flat) if len(flat) == count else None
 
 
-def _recompute(recipe: Recipe, chunks: int) -> tuple[str, tuple[int, ...] | None]:
+def _recompute(recipe: Recipe, chunks: int, v_shape: bool) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
     layers = section.recompute
     module_names = recipe.telechat_moe.sharding.recompute
     modules = [word for word, name in MODULES.items() if name in module_names]
     if layers:
-        flat = _flat(layers) if isinstance(layers, list) else []
+        flat = _flat(layers, v_shape) if isinstance(layers, list) else []
         counts = len(flat) == chunks and not recipe.swap_config.swap  # else they name layers
         return "full", tuple(flat) if counts else None
     if modules:

@@ -11,7 +11,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.tools.loss.read import step_seconds
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout, ScheduleName
+from telechat_moe.tools.plan.cost.layout import Compute, Layout, ScheduleName, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
 
@@ -59,20 +59,28 @@ def _median_step(log: str) -> float:
     return statistics.median(steady)
 
 
-DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
+DIMENSIONS = (
+    "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k", "moe_ffn", "shared_experts", "dense_layers", "family",
+)  # fmt: skip
 LAYOUT = (
-    "dp", "tp", "pp", "vpp", "cp", "ep", "zero", "micro_batch", "micro_batches", "sequence_parallel", "recompute",
-    "schedule",
+    "dp", "tp", "pp", "vpp", "cp", "ep", "zero", "fsdp", "micro_batch", "micro_batches", "sequence_parallel", "recompute",
+    "schedule", "compute",
 )  # fmt: skip
 COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "model": (str, "name to print; anything"),
     "recipe": (str, "recipe of the run, a name or a path: gives model and layout"),
-    "hidden": (_count, "without a recipe: width of a dense decoder with gated feed-forward layers"),
+    "hidden": (_count, "without a recipe: width of a decoder"),
     "layers": (_count, "its decoder layers"),
     "heads": (_count, "its attention heads"),
     "kv_heads": (_count, "its key and value heads; empty: as many as heads"),
     "ffn": (_count, "inner width of its feed-forward layers; empty: 4 x hidden"),
     "vocab": (_count, "rows of its embedding"),
+    "experts": (_count, "its routed experts; empty: it is dense"),
+    "top_k": (_count, "experts of a token"),
+    "moe_ffn": (_count, "inner width of an expert"),
+    "shared_experts": (_count, "experts that every token visits; empty: none"),
+    "dense_layers": (_count, "layers before the first with experts; empty: none"),
+    "family": (_one_of("llama", "gpt"), "gpt: biases, learned positions, tied embedding, layers without gate; empty: llama"),
     "seq": (_count, "tokens of a sequence; empty: the recipe's"),
     "dp": (_count, "data-parallel copies; this and all that follows, empty: the recipe's, or else 1"),
     "tp": (_count, "tensor-parallel degree"),
@@ -81,11 +89,13 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "cp": (_count, "context-parallel degree"),
     "ep": (_count, "expert-parallel degree"),
     "zero": (lambda text: int(_one_of("0", "1", "2", "3")(text)), "0 to 3; empty: the recipe's, or 0"),
+    "fsdp": (_yes, "true: ZeRO-3 that gathers layer by layer; empty: the recipe's, or false"),
     "micro_batch": (_count, "sequences of a micro-batch"),
     "micro_batches": (_count, "micro-batches of a step on one data-parallel copy"),
     "sequence_parallel": (_yes, "true or false; empty: the recipe's, or false"),
     "recompute": (_one_of("none", "selective", "full"), "none, selective or full; empty: the recipe's, or none"),
     "schedule": (_one_of(*get_args(ScheduleName)), "pipeline schedule; empty: the recipe's, or 1f1b"),
+    "compute": (_one_of(*get_args(Compute)), "type of the matrix products; empty: the recipe's, or bf16"),
     "device": (str, "description of the device, a name or a file; empty: --device"),
     "step_s": (_positive, "measured seconds of a step"),
     "log": (_median_step, "instead: a log of MindFormers (either mode) or our metrics.jsonl; its median step after ten"),
@@ -172,6 +182,12 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
     """
     dimensions = {name: values[name] for name in DIMENSIONS if values[name] is not None}
     degrees = {name: values[name] for name in LAYOUT if values[name] is not None}
+    if degrees.get("fsdp") and degrees.setdefault("zero", 3) != 3:
+        raise BadInputError(f"zero 3 with fsdp (zero is {degrees['zero']})")
+    if degrees.get("compute") in ("fp8", "fp4"):
+        degrees["stack"] = Stack(
+            input_bytes=1
+        )  # what Transformer Engine keeps for the backward pass
     if values["recipe"]:
         if dimensions:
             raise BadInputError(f"one model (a recipe and {', '.join(dimensions)} are given)")
@@ -183,6 +199,13 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
     lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
     if lacks:
         raise BadInputError(f"a recipe, or {', '.join(lacks)}")
-    dimensions["layers"] = ("dense",) * dimensions["layers"]
-    name, seq = values["model"] or "", values["seq"]
+    name, seq, layers = values["model"] or "", values["seq"], dimensions["layers"]
+    if dimensions.pop("family", "llama") == "gpt":
+        dimensions |= {"gated": False, "biases": True, "tied": True, "positions": seq}
+    dense = dimensions.pop("dense_layers", 0)
+    if lacks := [n for n in ("experts", "top_k", "moe_ffn") if n not in dimensions]:
+        if len(lacks) < 3:
+            raise BadInputError(f"{', '.join(lacks)} of a mixture of experts")
+        dense = layers
+    dimensions["layers"] = ("dense",) * min(dense, layers) + ("moe",) * (layers - dense)
     return Architecture(name=name, seq=seq, **dimensions), Layout(**degrees)

@@ -82,8 +82,9 @@ def _reason(row: MeasuredStep, default: str) -> str:
         return "missing: a measured time or memory"
     if row.architecture is None or row.layout is None or row.step_s is None:
         return ""
-    if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
-        return f"device without a description of fp8: {device.name}"
+    compute = row.layout.compute
+    if compute in ("fp8", "fp4") and compute not in device.peak_flops:
+        return f"device without a description of {compute}: {device.name}"
     return f"impossible: a step of {row.step_s:g} s" if row.step_s <= 0 else ""
 
 
@@ -108,7 +109,7 @@ def score(rows: Sequence[MeasuredStep], default: str) -> list[ScoredStep]:
     by_device: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if not row.reason:
-            by_device[load_device(row.device or default).name].append(i)
+            by_device[row.device or default].append(i)
     for name, index in by_device.items():
         device = load_device(name)
         architectures = [rows[i].architecture for i in index]
@@ -167,20 +168,9 @@ def report(scored: Sequence[ScoredStep], tables: Sequence[str]) -> dict[str, Any
 
 def _plain(s: ScoredStep) -> dict[str, Any]:
     return {
-        "table": s.row.table,
-        "line": s.row.line,
-        "model": s.row.model,
-        "device": s.row.device,
-        "layout": s.row.layout.short() if s.row.layout else None,
-        "predicted_s": s.step_s,
-        "measured_s": s.row.step_s,
-        "error": s.error,
-        "predicted_bytes": s.memory_bytes,
-        "measured_bytes": s.row.memory_bytes,
-        "memory_error": s.memory_error,
-        "fits": s.fits,
-        "measured_mfu": s.mfu,
-        "provenance": s.row.provenance,
-        "source": s.row.source,
-        "rejected": s.row.reason or None,
-    }
+        "table": s.row.table, "line": s.row.line, "model": s.row.model, "device": s.row.device,
+        "layout": s.row.layout.short() if s.row.layout else None, "predicted_s": s.step_s, "measured_s": s.row.step_s,
+        "error": s.error, "predicted_bytes": s.memory_bytes, "measured_bytes": s.row.memory_bytes,
+        "memory_error": s.memory_error, "fits": s.fits, "measured_mfu": s.mfu, "provenance": s.row.provenance,
+        "source": s.row.source, "rejected": s.row.reason or None,
+    }  # fmt: skip

@@ -69,18 +69,12 @@ def variant(name: str, **changes: int) -> StepCase:
     """
     model = "model.model_config."
     keys = {
-        "layers": ("num_hidden_layers",),
-        "hidden": ("hidden_size",),
-        "experts": ("n_routed_experts",),
-        "topk": ("num_experts_per_tok",),
-        "ffn": ("intermediate_size",),
-        "moe": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-        "mtp": ("num_nextn_predict_layers",),
-        "vocab": ("vocab_size",),
-        "heads": ("num_attention_heads", "num_key_value_heads"),
-        "seq": ("seq_length", "max_position_embeddings"),
-        "batch": ("batch_size",),
-    }
+        "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "experts": ("n_routed_experts",),
+        "topk": ("num_experts_per_tok",), "ffn": ("intermediate_size",),
+        "moe": ("moe_intermediate_size", "moe_shared_expert_intermediate_size"), "mtp": ("num_nextn_predict_layers",),
+        "vocab": ("vocab_size",), "heads": ("num_attention_heads", "num_key_value_heads"),
+        "seq": ("seq_length", "max_position_embeddings"), "batch": ("batch_size",),
+    }  # fmt: skip
     overrides = [
         f"{model}{key}={value}" for option, value in changes.items() for key in keys[option]
     ]

@@ -146,22 +146,13 @@ def summary(plan: SearchResult, top: int) -> dict[str, Any]:
     best = plan.best[0].step_s if plan.best else math.inf
     memory = int((~np.isfinite(bound)).sum())
     return {
-        "model": plan.architecture.name,
-        "device": plan.device.name,
-        "devices": plan.space.devices,
-        "global_batch": plan.space.global_batch,
-        "memory_bytes": plan.room_bytes,
-        "configurations": len(plan.rows),
-        "out_of_memory": memory,
-        "dominated": int((np.isfinite(bound) & (bound >= best * (1 - EXACT))).sum()),
-        "solved": plan.solved,
-        "seconds": plan.seconds,
-        "optimal": plan.optimal,
-        "lower_bound_s": plan.lower_bound_s if plan.best else None,
-        "gap": plan.gap if plan.best else None,
-        "verdict": verdict(plan),
-        "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],
-    }
+        "model": plan.architecture.name, "device": plan.device.name, "devices": plan.space.devices,
+        "global_batch": plan.space.global_batch, "memory_bytes": plan.room_bytes, "configurations": len(plan.rows),
+        "out_of_memory": memory, "dominated": int((np.isfinite(bound) & (bound >= best * (1 - EXACT))).sum()),
+        "solved": plan.solved, "seconds": plan.seconds, "optimal": plan.optimal,
+        "lower_bound_s": plan.lower_bound_s if plan.best else None, "gap": plan.gap if plan.best else None,
+        "verdict": verdict(plan), "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],
+    }  # fmt: skip
 
 
 def _layout(plan: SearchResult, c: PlacedLayout) -> dict[str, Any]:
@@ -172,20 +163,12 @@ def _layout(plan: SearchResult, c: PlacedLayout) -> dict[str, Any]:
             return str(error)
 
     return {
-        "layout": describe(plan.rows[c.row]),
-        "step_s": c.step_s,
-        "bound_s": c.bound_s,
-        "peak_bytes": c.peak_bytes,
-        "simulated_peak_bytes": c.simulated_bytes,
-        "bubble": c.bubble,
-        "chunks": c.layout.chunks,
-        "recompute": c.layout.recompute,
-        "recompute_layers": c.layout.recompute_layers,
-        "exchange_s": choices(plan.architecture, c.layout, plan.device),
-        "ends": c.layout.ends,
-        "megatron_layout": said(layout_string),
-        "mindspeed_arguments": said(mindspeed_arguments),
-    }
+        "layout": describe(plan.rows[c.row]), "step_s": c.step_s, "bound_s": c.bound_s, "peak_bytes": c.peak_bytes,
+        "simulated_peak_bytes": c.simulated_bytes, "bubble": c.bubble, "chunks": c.layout.chunks,
+        "recompute": c.layout.recompute, "recompute_layers": c.layout.recompute_layers,
+        "exchange_s": choices(plan.architecture, c.layout, plan.device), "ends": c.layout.ends,
+        "megatron_layout": said(layout_string), "mindspeed_arguments": said(mindspeed_arguments),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)

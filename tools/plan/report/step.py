@@ -25,15 +25,10 @@ from telechat_moe.tools.plan.schedules.program import Op, OpKind
 from telechat_moe.units import count_text, gib_text, seconds_text
 
 PARTS = {
-    "matmul": "matrix products",
-    "attention": "attention core",
-    "memory": "elementwise, norms, permutation",
-    "tensor": "tensor and context parallel communication",
-    "expert": "expert all-to-all",
-    "host": "waiting for the host",
-    "recompute": "recomputation",
-    "neighbours": "sends between stages",
-}
+    "matmul": "matrix products", "attention": "attention core", "memory": "elementwise, norms, permutation",
+    "tensor": "tensor and context parallel communication", "expert": "expert all-to-all",
+    "host": "waiting for the host", "recompute": "recomputation", "neighbours": "sends between stages",
+}  # fmt: skip
 """Kinds of operator in the breakdown."""
 
 

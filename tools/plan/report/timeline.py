@@ -21,17 +21,10 @@ CANVAS = """
 """
 
 KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "D": "backward, dX",
-    "W": "backward, dW",
-    "FB": "forward and backward overlapped",
-    "FD": "forward and dX overlapped",
-    "C": "communication",
-    "S": "send to a neighbouring stage",
-    "K": "computation",
-    "O": "optimizer and the rest of the step",
-}
+    "F": "forward", "B": "backward", "D": "backward, dX", "W": "backward, dW",
+    "FB": "forward and backward overlapped", "FD": "forward and dX overlapped", "C": "communication",
+    "S": "send to a neighbouring stage", "K": "computation", "O": "optimizer and the rest of the step",
+}  # fmt: skip
 """Kind of a box and what it means; the page has a colour for each."""
 
 

@@ -133,30 +133,17 @@ class CertificateWriter:
         layers, tail = (p.layers[0], p.layers[-1]), p.tail
         inputs = [g.inputs if p.choice and g.inputs else g.activations for g in layers]
         values = {
-            "schedule": self._schedule(p),
-            "count": [0] * (2 - len(p.layers)) + [g.count for g in p.layers],
+            "schedule": self._schedule(p), "count": [0] * (2 - len(p.layers)) + [g.count for g in p.layers],
             "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
             "again": [g.recompute_time * p.choice for g in layers],
             "full": [g.states + np.array(g.activations) for g in layers],
             "entry": [g.states + np.array(n) for g, n in zip(layers, inputs, strict=True)],
-            "working": [g.working for g in layers],
-            "weight": [g.weights for g in layers],
-            "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]],
-            "send": p.send,
-            "memory": p.memory,
-            "buffer": p.buffer,
-            "held": p.working,
-            "choice": int(p.choice),
-            "highest": p.highest,
-            "weights": p.stage_weights,
-            "largest": np.ceil(p.least_weight),
-            "base": tail.base,
-            "start": tail.start,
-            "reduce": tail.reduce,
-            "update": tail.update,
-            "exposed": tail.exposed,
-            "hides": tail.overlap_weights,
-        }
+            "working": [g.working for g in layers], "weight": [g.weights for g in layers],
+            "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]], "send": p.send, "memory": p.memory, "buffer": p.buffer,
+            "held": p.working, "choice": int(p.choice), "highest": p.highest, "weights": p.stage_weights,
+            "largest": np.ceil(p.least_weight), "base": tail.base, "start": tail.start, "reduce": tail.reduce,
+            "update": tail.update, "exposed": tail.exposed, "hides": tail.overlap_weights,
+        }  # fmt: skip
         return {name: self._numbers(value) for name, value in values.items()}
 
 

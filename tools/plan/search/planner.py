@@ -48,14 +48,10 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
         f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.simulated_bytes, 1)}.\n"
         "Not measured."
     )
-    layout = best.layout
-    times = choices(plan.architecture, layout, plan.device)
+    times = choices(plan.architecture, best.layout, plan.device)
     if len(times) > 1:
-        layout = layout.with_changes(exchange=next(iter(times)))
-        comment += f"\nDispatch of tokens to experts: {told(times)}"
-        comment += f"\n(the step is predicted with {best.layout.exchange})."
-    node = plan.device.node_devices
-    return write_recipe(recipe, overrides, layout, comment, node)
+        comment += f"\nDispatch of tokens to experts: {told(times)}."
+    return write_recipe(recipe, overrides, best.layout, comment, plan.device.node_devices)
 
 
 def find(

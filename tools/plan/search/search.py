@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Columns
 from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.expert_exchange import choices, fastest
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.search.bounds import (
@@ -230,6 +232,7 @@ class _LayoutSearch:
         def bounds(pp: int) -> tuple[Costs, tuple[NDArray[Any], ...]]:
             rows = np.flatnonzero(column["pp"] == pp)
             x = space_columns(self.plan.architecture, self.plan.rows[rows], self.plan.space)
+            x = Columns({**vars(x), "exchange": fastest(x, self.plan.device)})
             choice, room = np.isin(column["policy"][rows], CHOSEN), self.plan.room_bytes
             c = costs(x, self.plan.device, choice, room)
             bound, missing, stage = lower_bound(c, room)
@@ -366,6 +369,8 @@ class _LayoutSearch:
         problem = self._placements(row).p
         recomputed = placed.recomputed if problem.choice else None
         layout = layout.with_changes(chunks=placed.layers, recompute_layers=recomputed)
+        ways = choices(self.plan.architecture, layout, self.plan.device)
+        layout = layout.with_changes(exchange=next(iter(ways), "alltoall"))
         step = simulate_step(self.plan.architecture, layout, self.plan.device)
         if abs(step.step_s / placed.seconds - 1) > AGREE:
             raise CheckFailedError(
