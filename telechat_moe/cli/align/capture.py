@@ -18,7 +18,8 @@ VALUES = ("tensor", "statistics", "fingerprint")
 NOTES = """\
 A recipe runs as `telechat-moe train` or, with a layout, as `telechat-moe run-sharded` runs it, and every operator of the compiled graph is recorded. With
 --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward, and every update of a weight
-by an optimizer, which ends a step. With --mindtorch the script's torch is mindtorch, which computes with MindSpore. OUT is a tree that msprobe reads, too. docs/align.md has the details.
+by an optimizer, which ends a step. With --mindtorch the script's torch is mindtorch, which computes with MindSpore. OUT is a tree that msprobe
+reads, too. docs/align.md has the details.
 """
 
 
@@ -140,8 +141,7 @@ VERB = Verb(
     description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
     notes=NOTES,
     examples="telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint\n"
-    "telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1\n"
-    "telechat-moe align capture --torch train.py --mindtorch msenv --out mindspore --steps 0-1 -- --lr 0.1",
+    "telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1",
     exits={
         1: "a process died",
         2: "wrong usage, or OUT exists",

@@ -20,8 +20,8 @@ def evidence(replay, other_run=None, group=None, excess=0.0, settings="", itself
     def answer(verdicts):
         return [other_run or v if v.status == "not judged" else v for v in verdicts]
 
-    given = _asked if replay is None else lambda: [replay]
-    return Evidence("call", group, given, answer, lambda: excess, settings, itself)
+    recompute = _asked if replay is None else lambda: [replay]
+    return Evidence("call", group, recompute, answer, lambda: excess, settings, itself)
 
 
 def status(e):
