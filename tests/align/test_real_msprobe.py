@@ -4,6 +4,8 @@ The dumps are made in the session (some seconds each); `benchmarks/align_faults/
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -197,6 +199,22 @@ def test_the_call_to_name_is_the_first_that_is_otherwise(fault, call, answer):
     clean = answer.dumps[replace(run, fault="")]
     assert wrong_calls(clean, answer.dumps[run]) == {call}
     assert wrong_calls(clean, clean) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_our_model_on_mindspore(tmp_path):
+    """Two dumps of our own model, and of three faults in it."""
+    calls = {"": "", "norm": "add_eps", "router": "scale.Mul", "experts": "cast_gate"}
+    command = [sys.executable, "-m", "benchmarks.align_faults.msprobe_mindspore"]
+    folders = {name: tmp_path / (name or "again") for name in calls} | {"reference": tmp_path / "0"}
+    for name, folder in folders.items():
+        subprocess.run([*command, str(folder), name.removeprefix("reference")], check=True)
+    for name, call in calls.items():
+        outcome = outcome_of(folders["reference"] / "dump", folders[name] / "dump")
+        keys = [finding.verdict.key for finding in outcome.findings[:1]]
+        assert all(call in key for key in keys), name
+        assert bool(keys) == bool(name), keys
 
 
 @pytest.mark.slow

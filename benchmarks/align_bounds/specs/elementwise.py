@@ -133,6 +133,7 @@ for _name in ("invert", "bitwise_not"):
 for _name, _value in (("zeros_like", 0.0), ("ones_like", 1.0)):
     exact(_name, one(), lambda x, v=_value: np.full_like(x, v), _name)
 exact("full_like", lambda s: Sample([s.x(s.rows(64), 64), 2.5]), np.full_like, "full_like")
+exact("zero_", one(), np.zeros_like, lambda t, x: x.clone().zero_())
 exact("fill", lambda s: Sample([s.x(s.rows(64), 64), 2.5]), np.full_like)
 for _name, _value in (("zeros", 0.0), ("ones", 1.0)):
     exact(_name, lambda s: Sample([16, 64]), lambda *n, v=_value: np.full(n, v), _name)
