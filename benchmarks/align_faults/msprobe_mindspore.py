@@ -40,9 +40,9 @@ def main(folder: Path, fault: str = "") -> None:
     overrides = [f"{key}={value}" for key, value in settings.items()]
     overrides += [FAULTS[fault]] if fault in FAULTS else []
     recipe = load("telechat3_moe/pretrain_tiny.yaml", overrides)
-    config, own = recipe.model_config, recipe.telechat_moe
+    config, kernels = recipe.model_config, recipe.telechat_moe
     with select.using("plain"):
-        model = CausalLM(config, own.moe_block_rows, own.moe_capacity_tokens)
+        model = CausalLM(config, kernels.moe_block_rows, kernels.moe_capacity_tokens)
     initialize(model, 1)
     model.set_train()
     if fault == "experts":
