@@ -21,7 +21,7 @@ def evidence(replay, other_run=None, group=None, excess=0.0, settings="", itself
         return [other_run or v if v.status == "not judged" else v for v in verdicts]
 
     recompute = _asked if replay is None else lambda: [replay]
-    return Evidence("call", group, recompute, answer, lambda: excess, settings, itself)
+    return Evidence("call", group, recompute, answer, lambda: excess, lambda: settings, itself)
 
 
 def status(e):

@@ -19,16 +19,15 @@ from mindspore.common.api import _pynative_executor as executor
 from mindspore.ops.composite import GradOperation
 from mindtorch._tensor import TensorPlaceHolder  # pyright: ignore[reportMissingModuleSource]
 from mindtorch.executor import execute  # pyright: ignore[reportMissingModuleSource]
-from torch.optim import optimizer as optim
 
 from telechat_moe.narrowing import is_object, is_sequence
 from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
 from telechat_moe.tools.align.capture.torch_records import (
     QUERIES,
     CallRecording,
-    Optimizers,
     main,
     record,
+    recorded,
     writes,
 )
 from telechat_moe.tools.align.dump.records import Call, Phase
@@ -125,7 +124,8 @@ class _Recorder(CallRecording):
             return False
         self.weights |= {id(x): x for x in tensors if x.param_info is not None}
         if self.graph is None:
-            self.graph = lambda: None  # stands for all that is computed until `backward`
+            # MindSpore finds a graph by the function it belongs to; no function holds this one.
+            self.graph = lambda: None
             executor.set_grad_flag(True)
             executor.new_graph(self.graph)
         return True
@@ -230,21 +230,14 @@ def _wrapped(recorder: _Recorder, name: str, function: FunctionType) -> Any:
 @contextmanager
 def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     """Record the torch functions called in the block and their backward, and maybe what modules return; yield the calls."""
-    calls: dict[str, Call] = {}
-    names = Modules(calls, record, modules)
-    recorder = _Recorder(calls, names)
-    updates = Optimizers(calls, recorder, names)
-    optim.register_optimizer_step_pre_hook(updates.begin)
-    optim.register_optimizer_step_post_hook(updates.end)
-    for owner, name, dumped, function in _functions():
-        setattr(owner, name, _wrapped(recorder, dumped, function))
-    for name in ("T", "mT", "H", "mH"):
-        if isinstance(prop := getattr(torch.Tensor, name, None), property):
-            setattr(torch.Tensor, name, property(partial(recorder.transposed, prop)))
-    sys.stderr.write(f"supplied, for mindtorch lacks it: {', '.join(_supply(recorder))}\n")
-    with names:
-        yield calls
-    recorder.finish()
+    with recorded(_Recorder, modules) as recorder:
+        for owner, name, dumped, function in _functions():
+            setattr(owner, name, _wrapped(recorder, dumped, function))
+        for name in ("T", "mT", "H", "mH"):
+            if isinstance(prop := getattr(torch.Tensor, name, None), property):
+                setattr(torch.Tensor, name, property(partial(recorder.transposed, prop)))
+        sys.stderr.write(f"supplied, for mindtorch lacks it: {', '.join(_supply(recorder))}\n")
+        yield recorder.calls
 
 
 if __name__ == "__main__":

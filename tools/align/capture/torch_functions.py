@@ -15,17 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import optimizer as optim
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from telechat_moe.narrowing import is_sequence
-from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
+from telechat_moe.tools.align.capture.torch_modules import tensors_in
 from telechat_moe.tools.align.capture.torch_records import (
     QUERIES,
     CallRecording,
-    Optimizers,
     main,
     record,
+    recorded,
     writes,
 )
 from telechat_moe.tools.align.dump.records import Call, Phase
@@ -149,21 +148,8 @@ def _is_traced(values: Any) -> bool:
 @contextmanager
 def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     """Record the torch functions called in the block and their backward, and maybe what modules return; yield the calls."""
-    calls: dict[str, Call] = {}
-    names = Modules(calls, record, modules)
-    recorder = _Recorder(calls, names)
-    updates = Optimizers(calls, recorder, names)
-    hooks = (
-        optim.register_optimizer_step_pre_hook(updates.begin),
-        optim.register_optimizer_step_post_hook(updates.end),
-    )
-    try:
-        with recorder, names:
-            yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-    recorder.finish()
+    with recorded(_Recorder, modules) as recorder, recorder:
+        yield recorder.calls
 
 
 def _name(func: Callable[..., Any]) -> str | None:

@@ -4,11 +4,11 @@ import inspect
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -204,6 +204,31 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any],
         for p in group["params"]:
             if p.grad is not None:
                 yield group, p
+
+
+Recorder = TypeVar("Recorder", bound=CallRecording)
+
+
+@contextmanager
+def recorded(
+    make: Callable[[dict[str, Call], Modules], Recorder], modules: bool
+) -> Generator[Recorder, None, None]:
+    """Record updates of weights in the block, and maybe what modules return; yield what records functions."""
+    calls: dict[str, Call] = {}
+    names = Modules(calls, record, modules)
+    recorder = make(calls, names)
+    updates = Optimizers(calls, recorder, names)
+    hooks = (
+        optim.register_optimizer_step_pre_hook(updates.begin),
+        optim.register_optimizer_step_post_hook(updates.end),
+    )
+    try:
+        with names:
+            yield recorder
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recorder.finish()
 
 
 class StepRecorder:

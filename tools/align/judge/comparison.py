@@ -229,14 +229,13 @@ class _Comparison:
                 if not group:
                     self.coverage.add(call, [])
                     continue
-            golden = calls.get(key)
             evidence = Evidence(
                 key,
                 group,
                 replay=partial(self._replay, call, reference, target),
                 other_run=partial(other.judged, call),
                 reference_excess=partial(self._excess, key, reference),
-                settings=other_settings(call, golden) if golden else "",
+                settings=partial(other_settings, call, calls.get(key)),
                 itself=self.itself,
             )
             first = self._see((step, target.rank, name), call, decide(evidence), others)

@@ -39,7 +39,7 @@ class Evidence:
     replay: Callable[[], list[Verdict]]
     other_run: Callable[[list[Verdict]], list[Verdict]]  # answers what others leave open
     reference_excess: Callable[[], float]  # how far the reference's call exceeds its bound
-    settings: str  # which number of the call is not the reference's; empty: none
+    settings: Callable[[], str]  # which number of the call is not the reference's; empty: none
     itself: bool  # whether the reference is the target itself, in part
 
 
@@ -55,9 +55,8 @@ def decide(evidence: Evidence) -> list[Verdict]:
         text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
         open_verdict = not_judged(evidence.key, text, first.place)
         verdicts = [open_verdict if v is first else v for v in verdicts]
-    if worst(verdicts).status != "diverged" and evidence.settings:
-        wrong = Verdict(evidence.key, "", "diverged", float("inf"), evidence.settings)
-        verdicts = [*verdicts, wrong]
+    if worst(verdicts).status != "diverged" and (text := evidence.settings()):
+        verdicts = [*verdicts, Verdict(evidence.key, "", "diverged", float("inf"), text)]
     return verdicts
 
 

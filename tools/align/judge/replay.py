@@ -138,12 +138,17 @@ def believed(call: Call, settings: Call | None) -> Call:
     return replace(call, inputs=inputs, kwargs=omitted | kwargs)
 
 
-def other_settings(call: Call, reference: Call) -> str:
+def other_settings(call: Call, reference: Call | None) -> str:
     """Return the numbers of a call that people chose and that are not those of the reference's; empty: none.
 
     A result need not show them: bfloat16 rounds a small weight decay away.
     """
-    if call.name != reference.name or call.phase is Phase.BACKWARD or _is_off(call):
+    if (
+        reference is None
+        or call.name != reference.name
+        or call.phase is Phase.BACKWARD
+        or _is_off(call)
+    ):
         return ""
     golden = dict(reference.leaves())
     texts = [
