@@ -56,6 +56,7 @@ _MEGATRON = [R(f"megatron_{name}", ranks=n) for name, n in (("tp", 1), ("tp", 2)
 _A2A = [R("megatron_a2a")]  # msprobe 26.2.0 writes no calls of two ranks
 if find_spec("megatron") is None:
     _MEGATRON, _A2A = [], []
+_DATA = [replace(run, micro_batches=2, split=run.ranks > 1) for run in _MEGATRON[::2]]
 _LATE = [
     {"steps": 3, "dumped": (2,)},
     {"steps": 3, "dumped": (0, 2), **_FOREACH},
@@ -110,8 +111,12 @@ CLEAN = [
     *_changed("Megatron-Core, threads", _with([*_MEGATRON, *_A2A], {}, _ADAMW, _BF16), _TWO),
     *(
         Pair("Megatron-Core, layout", *_with(pair, more))
-        for runs in (_MEGATRON, _A2A)
-        for pair in permutations(runs, 2)
+        for pair in permutations(_MEGATRON, 2)
+        for more in ({}, _ADAMW)
+    ),
+    *(
+        Pair("Megatron-Core, layout", *_with(pair, more))
+        for pair in permutations(_DATA, 2)
         for more in ({}, _ADAMW)
     ),
 ]
@@ -187,6 +192,7 @@ def wrong_calls(clean: Path, faulty: Path) -> set[str]:
     calls: set[str] = set()
     ranks = {path.parent.name for path in faulty.glob("step*/rank*/dump.json")} or {"proc*"}
     for rank in ranks:  # one process has its number in place of a rank
+        named = set[str]()
         steps = [sorted(run.glob(f"step*/{rank}/dump.json")) for run in (clean, faulty)]
         for beside, path in zip(*steps, strict=True):
             right, wrong = [*_calls(beside)], [*_calls(path)]
@@ -194,14 +200,19 @@ def wrong_calls(clean: Path, faulty: Path) -> set[str]:
             first = next((i for i, (a, b) in pairs if a is None or b is None or a != b), None)
             if first is None:
                 continue
+            if named:  # the step before ends with a call that is added
+                calls.update(run[first][0] for run in (right, wrong) if first < len(run))
+                break
             names = [run[first][0] for run in (right, wrong) if first < len(run)]
             if first and len({*names}) > 1:
                 before = wrong[first - 1][0]
                 names += [before] if before.split(".")[:2] == names[-1].split(".")[:2] else []
             both = dict(right)
-            names += [key for key, content in wrong if both.get(key, content) != content][:1]
-            calls.update(names)
-            break
+            others = [key for key, content in wrong if both.get(key, content) != content][:1]
+            named.update(names + others)
+            if others:
+                break
+        calls |= named
     return calls
 
 

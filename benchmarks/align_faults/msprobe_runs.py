@@ -42,6 +42,7 @@ class TorchRun:
     micro_batches: int = 1
     recompute: bool = False
     ranks: int = 1  # processes, of `tensor_parallel`
+    split: bool = False  # whether each process has a share of the micro-batches, in place of all
     fault: str = ""  # a key of `msprobe_faults.FAULTS`
 
 
@@ -212,8 +213,10 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
     debugger = PrecisionDebugger(config_path=str(config))
     for step in range(run.steps):
         debugger.start(model=model)
-        for batch in batches[step * run.micro_batches :][: run.micro_batches]:
-            (model(**batch).loss / run.micro_batches).backward()
+        own = batches[step * run.micro_batches :][: run.micro_batches]
+        own = own[rank :: run.ranks] if run.split else own
+        for batch in own:
+            (model(**batch).loss / len(own)).backward()
         if not run.optimizer:
             debugger.stop()
         elif megatron:

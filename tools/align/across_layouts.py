@@ -55,7 +55,12 @@ from telechat_moe.tools.align.judge.points import (
 from telechat_moe.tools.align.judge.precedence import in_order, is_before
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.shards import first_apart, in_shards, without_counterpart
+from telechat_moe.tools.align.judge.shards import (
+    first_apart,
+    gradients_apart,
+    in_shards,
+    without_counterpart,
+)
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
@@ -106,7 +111,8 @@ def across(
     for step in steps:
         a, b = reference.at(step), target.at(step)
         if not links and not findings and not chose_otherwise(a, b):
-            findings += first_apart(sharded.at(step), grouped.at(step))
+            runs = sharded.at(step), grouped.at(step)
+            findings += [*first_apart(*runs)] or gradients_apart(*runs)
         pairs = linked(a, b, links) if links else [*by_weight(a, b)]
         if not pairs and not links:
             pairs = by_use(a, b)

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.numerics import is_float
+from telechat_moe.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -26,12 +26,13 @@ from telechat_moe.tools.align.dump.records import (
     nbytes_of,
 )
 from telechat_moe.tools.align.judge.collectives import is_exchange, kind_of, meetings
-from telechat_moe.tools.align.judge.data_flow import backward_key
+from telechat_moe.tools.align.judge.data_flow import DataFlow, backward_key, digest
 from telechat_moe.tools.align.judge.distance import factor_between
 from telechat_moe.tools.align.judge.outcome import Finding
 from telechat_moe.tools.align.judge.pins import choice_of, chose_otherwise
 from telechat_moe.tools.align.judge.propagate import can_follow
 from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.thresholds import BEYOND, NEAR, WRONG_SHARE
 
@@ -41,6 +42,7 @@ _MOST = 64  # shards of a dimension
 _EXTRA = 2  # calls that only one of two sequences makes which belong together; in long ones
 _EXTRA_SHARE = 0.05  # this share of all calls, as of an embedding that is split by words
 _SETTLED = 2  # tensors that show that what follows a wrong one is wrong, too
+_WIDE = 0.01  # of what narrower types may differ by, in float32
 _SOME = 16  # calls that show whether two sequences belong together
 
 
@@ -61,20 +63,21 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
     calls_by_rank = {dump.rank: dump.calls for dump in target}
     groups = {(*m.group,) for m in meetings(target) if len(m.group) > 1}
     otherwise = chose_otherwise(reference, target) > 0
+    factor = _micro_batches(reference, target)
     cut: dict[tuple[int, str], Call] = {}
     kinds: dict[Any, list[tuple[int, str]]] = {}
     for dump in target:
         sums = [[calls_by_rank[r] for r in g if r != dump.rank] for g in groups if dump.rank in g]
-        chosen, alike = False, _names(dump) in map(_names, reference)
+        chosen, alike, data = False, _names(dump) in map(_names, reference), _before_choices(dump)
         for key, mates in _mates(reference, dump).items():
             target_call, mate_key = dump.calls[key], mates[0].key
             same_calls = [r.calls[mate_key] for r in reference if mate_key in r.calls]
             terms = [[c.get(key) for c in ranks] for ranks in sums]
-            call = _cut(target_call, mates, same_calls, terms)
+            call = _cut(target_call, mates, same_calls, terms, factor)
             chosen |= otherwise and choice_of(target_call) is not None
             if call is not None:
                 call = _without_counts(target_call, call) if chosen else call
-                call = call if alike else _indexed_otherwise(target_call, call)
+                call = call if alike else _indexed_otherwise(target_call, call, key in data)
                 cut[dump.rank, key] = call
                 kinds.setdefault(_kind(call, mates[0]), []).append((dump.rank, key))
     kinds.pop(None, None)
@@ -90,6 +93,13 @@ def _step(reference: Sequence[RankDump], target: Sequence[RankDump]) -> list[Ran
     ]
 
 
+def _micro_batches(reference: Sequence[RankDump], target: Sequence[RankDump]) -> float:
+    """Return the ratio of the micro-batches of a rank, the reference's over the target's: that of the calls of most operators."""
+    counts = [_names(run[0]) for run in (reference, target)]
+    ratios = Counter(counts[0][name] / n for name, n in counts[1].items() if counts[0][name])
+    return ratios.most_common(1)[0][0] if ratios else 1.0
+
+
 def _without_counts(call: Call, cut: Call) -> Call:
     """Return a cut call with its own integers, unless it takes the reference's numbers: tokens of experts that others chose."""
     golden = dict(cut.tensors())
@@ -100,14 +110,23 @@ def _without_counts(call: Call, cut: Call) -> Call:
     return cut.changed(lambda place, value: integers.get(place, value), results=True)
 
 
-def _indexed_otherwise(call: Call, cut: Call) -> Call:
-    """Return a cut call with its own integers where they differ: programs with other calls may count from another start."""
-    golden = dict(cut.tensors())
-    integers = {
-        place: t
-        for place, t in call.tensors()
-        if not is_float(t.dtype) and not np.array_equal(t.load(), golden[place].load())
-    }
+def _before_choices(dump: RankDump) -> set[str]:
+    """Return the calls before the first choice of experts, whose integers are data or count from where a shard begins."""
+    return {*takewhile(lambda key: choice_of(dump.calls[key]) is None, dump.calls)}
+
+
+def _indexed_otherwise(call: Call, cut: Call, data: bool) -> Call:
+    """Return a cut call with its own integers where they differ: programs with other calls may count from another start.
+
+    Of ``data`` all that no run masks by zero differ by the same number.
+    """
+    golden, integers = dict(cut.tensors()), dict[str, TensorRecord]()
+    for place, t in call.tensors():
+        if is_float(t.dtype) or np.array_equal(x := t.load(), y := golden[place].load()):
+            continue
+        counted = x.dtype.kind != "b" and np.unique((y - x)[(x != 0) & (y != 0)]).size <= 1
+        if not data or counted or x.dtype.kind == "b":
+            integers[place] = t
     return cut.changed(lambda place, value: integers.get(place, value), results=True)
 
 
@@ -140,12 +159,13 @@ def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iter
 
     Forward, or else backward: where operators and collectives are right, a reduction is missing or there is one too many.
     """
+    limit = _limit(sharded, target)
     for cut, dump in zip(sharded, target, strict=True):
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = [c for c in dump.calls.values() if c.phase is phase and not is_exchange(c)]
             off = [item for c in calls for item in _distances(c, cut.calls[c.key])]
-            first = next((i for i, (_, _, far) in enumerate(off) if far > NEAR), len(off))
-            beyond = [far > NEAR for _, _, far in off[first:]]
+            first = next((i for i, (_, _, far) in enumerate(off) if far > limit), len(off))
+            beyond = [far > limit for _, _, far in off[first:]]
             if len(beyond) < _SETTLED or not beyond[-1] or np.mean(beyond) <= WRONG_SHARE:
                 continue
             call, place, far = off[first]
@@ -159,10 +179,61 @@ def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iter
                 f"{place} is neither the reference's nor a shard or a term of it (mean difference {far:.2f}), nor is "
                 "what follows; what comes before is"
             )
-            verdict = Verdict(call.key, place, "diverged", far / NEAR, text, elements=values.size)
+            verdict = Verdict(call.key, place, "diverged", far / limit, text, elements=values.size)
             order = list(dump.calls).index(call.key)
             yield Finding(dump.step, dump.rank, order, verdict, call, family, evidence)
             break
+
+
+def _limit(*runs: Sequence[RankDump]) -> float:
+    """Return how far tensors may be apart by rounding alone, as a mean difference, in the narrowest type of two runs."""
+    kinds = {d for ranks in runs for dump in ranks for d in dump.dtypes if is_float(d)}
+    wide = all(FLOATS[d].bits >= FLOATS["float32"].bits for d in kinds)
+    return NEAR * (_WIDE if wide else 1.0)
+
+
+def gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
+    """Yield the first gradient that no call takes, as of a weight, that is neither the reference's nor a multiple of it.
+
+    Each operator may be right where a program adds another term, as of an auxiliary loss. Experts count tokens of all ranks until
+    gradients are reduced: those that an update takes are the reference's.
+    """
+    limit = _limit(sharded, target)
+    for cut, dump in zip(sharded, target, strict=True):
+        flow = DataFlow(dump)
+        taken = {flow.content.get((c.key, p)) for c in dump.calls.values() for p, _ in c.given()}
+        backward = [i for k, i in flow.order.items() if dump.calls[k].phase is Phase.BACKWARD]
+        for key, order in flow.order.items():
+            call, golden = dump.calls[key], dict(cut.calls[key].tensors())
+            gradient = key in flow.late or call.phase is Phase.BACKWARD
+            for _, place, far in _distances(call, cut.calls[key]) if gradient else ():
+                if place.startswith("output"):
+                    end = flow.content.get((key, place)) not in taken
+                else:
+                    end = order > max(backward) and not is_exchange(call)
+                value, right = (
+                    t.load().astype(np.float64)
+                    for t in (dict(call.tensors())[place], golden[place])
+                )
+                scaled = factor_between(value, right)[1]
+                if far <= limit or not end or (scaled and _may_scale(call, place)):
+                    continue
+                text = f"{place} is no shard or term of the reference's (mean difference {far:.2g})"
+                for made in flow.sources_of((key, place)):
+                    if is_own(cut.calls[made[0]], dump.calls[made[0]]):  # only the target makes it
+                        (key, place), order = made, flow.order[made[0]]
+                        call = dump.calls[key]
+                        break
+                verdict = Verdict(key, place, "diverged", far / limit, text, elements=value.size)
+                yield Finding(dump.step, dump.rank, order, verdict, call, "programs differ", scaled)
+                return
+
+
+def _may_scale(call: Call, place: str) -> bool:
+    """Return whether a gradient may still be a multiple of the reference's: one that was just made, or that is divided by the ranks."""
+    formula = find(call.name)
+    divided = formula is not None and formula.name in ("mul", "div")
+    return place.startswith("output") or divided
 
 
 def _distances(call: Call, cut: Call) -> Iterator[tuple[Call, str, float]]:
@@ -202,15 +273,29 @@ def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call
     """Return for each call of a rank its counterparts on the ranks of the reference that computed the same."""
     mates: dict[str, list[Call]] = {}
     for part in _blocks(dump):
-        best = [max((_matched(b, part) for b in _blocks(r)), key=lambda m: m[0]) for r in reference]
-        largest = max(share for share, _ in best)
-        for run, (share, pairs) in zip(reference, best, strict=True):
-            for key, mate in pairs.items() if share >= largest - NEAR else ():
-                mates.setdefault(key, []).append(mate)
-                mate_backward, own_backward = backward_key(mate.key), backward_key(key)
-                if mate_backward in run.calls and own_backward in dump.calls:
-                    mates.setdefault(own_backward, []).append(run.calls[mate_backward])
+        matches = [[_matched(b, part) for b in _blocks(r)] for r in reference]
+        largest = max(share for of_rank in matches for share, _ in of_rank)
+        for run, of_rank in zip(reference, matches, strict=True):
+            best = max(of_rank, key=lambda m: m[0])
+            for share, pairs in of_rank:
+                same = share is best[0] and share >= largest - NEAR
+                for key, mate in pairs.items():
+                    if not same and not _other_rows(dump.calls[key], mate):
+                        continue
+                    mates.setdefault(key, []).append(mate)
+                    mate_backward, own_backward = backward_key(mate.key), backward_key(key)
+                    if mate_backward in run.calls and own_backward in dump.calls:
+                        mates.setdefault(own_backward, []).append(run.calls[mate_backward])
     return mates
+
+
+def _other_rows(call: Call, mate: Call) -> bool:
+    """Return whether a call takes another number of rows, as of tokens of several micro-batches that chose an expert."""
+    shapes = {place: t.shape for place, t in mate.given()}
+    return any(
+        place in shapes and t.shape[:1] != shapes[place][:1] and t.shape[1:] == shapes[place][1:]
+        for place, t in call.given()
+    )
 
 
 def _blocks(dump: RankDump) -> list[list[Call]]:
@@ -229,13 +314,11 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
     names = [[c.name for c in calls] for calls in (target, reference)]
     pairs = {c.key: mate for c, mate in zip(target, reference, strict=False)}
     if names[0] != names[1]:  # other layers, or a few calls that only one of them makes
-        extra = max(_EXTRA, _EXTRA_SHARE * (len(target) + len(reference)))
-        if abs(len(target) - len(reference)) > extra:
-            return 0.0, {}
         blocks = SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
         pairs = {target[b.a + i].key: reference[b.b + i] for b in blocks for i in range(b.size)}
-        if len(target) + len(reference) - 2 * len(pairs) > extra:
-            return 0.0, {}
+        extra = max(_EXTRA, _EXTRA_SHARE * (len(target) + len(reference)))
+        if len(target) + len(reference) - 2 * len(pairs) > extra:  # as of other experts
+            pairs = _around_equals(reference, target)
     alike, count = 0.0, 0
     both = [c for c in target if c.key in pairs]
     for call in both[:: max(1, len(both) // _SOME)]:
@@ -247,10 +330,46 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
     return alike / max(1, count), pairs
 
 
+def _around_equals(reference: list[Call], target: list[Call]) -> dict[str, Call]:
+    """Return the counterparts of calls that take a tensor, such as a weight, that one call takes in each run, and of those around them."""
+    places = [_taken_once(calls) for calls in (target, reference)]
+    anchors = sorted((i, places[1][mark]) for mark, i in places[0].items() if mark in places[1])
+    pairs: dict[int, int] = {}
+    partners = set[int]()
+    for step in (0, 1, -1):
+        for i, j in anchors:
+            a, b = i + step, j + step
+            while 0 <= a < len(target) and 0 <= b < len(reference):
+                if a in pairs or b in partners or target[a].name != reference[b].name:
+                    break
+                pairs[a] = b
+                partners.add(b)
+                a, b = (a + step, b + step) if step else (-1, -1)
+    return {target[a].key: reference[b] for a, b in pairs.items()}
+
+
+def _taken_once(calls: list[Call]) -> dict[tuple[str, str, bytes], int]:
+    """Return the call that takes a tensor, rounded to bfloat16, by its operator, place and content, where it is the only one."""
+    takers: dict[tuple[str, str, bytes], list[int]] = {}
+    for i, call in enumerate(calls):
+        for place, record in call.given():
+            if is_float(record.dtype) and record.read and math.prod(record.shape) >= _MOST:
+                mark = digest(round_to(record.load().astype(np.float32), "bfloat16"))
+                takers.setdefault((call.name, place, mark), []).append(i)
+    return {mark: indices[0] for mark, indices in takers.items() if len(indices) == 1}
+
+
 def _cut(
-    call: Call, mates: list[Call], same_calls: list[Call], sums: list[list[Call | None]]
+    call: Call,
+    mates: list[Call],
+    same_calls: list[Call],
+    sums: list[list[Call | None]],
+    factor: float,
 ) -> Call | None:
-    """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight."""
+    """Return a call with the reference's tensors; None: some cannot be put together. The rest may have an expert's weight.
+
+    Losses of as many micro-batches more, and their gradients, may be smaller by that ``factor``.
+    """
     mate_tensors, others = [dict(m.tensors()) for m in mates], [[c for c in s if c] for s in sums]
     records: dict[str, TensorRecord] = {}
     numbers: dict[str, Value] = {}
@@ -260,13 +379,13 @@ def _cut(
         terms = [[t.load() for t in ts if t.read and t.shape == record.shape] for ts in added]
         once = {x.tobytes(): x for x in (t.load() for t in mate_records)}  # of copies one
         x = record.load() if mate_records and record.read else None
-        values = None if x is None else _golden(x, [*once.values()], terms)
+        values = None if x is None else _golden(x, [*once.values()], terms, factor)
         if x is None or values is None:
             return None
         if x.dtype.kind == "f" and _apart(x, values) > NEAR:
             uncut = [t.load() for c in same_calls for p, t in c.tensors() if p == place and t.read]
-            options = [v for v in (values, _golden(x, uncut, [])) if v is not None]
-            values = _most_alike(x, options)
+            options = [v for v in (values, _golden(x, uncut, [], 1)) if v is not None]
+            values = _most_alike(x, [*options, *(factor * v for v in options if factor != 1)])
         dtype = mate_records[0].dtype
         records[place] = replace(record, dtype=dtype, read=lambda values=values: values)
     mates[0].changed(lambda place, value: numbers.setdefault(place, value))
@@ -280,7 +399,7 @@ def _cut(
     return call.changed(of_reference, results=True)
 
 
-def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | None:
+def _golden(x: Array, mates: list[Array], terms: list[list[Array]], factor: float) -> Array | None:
     """Return what a tensor of the target should be by the reference's, in the way in which it is most like; None: in no way.
 
     The other ranks of each group, whose tensors ``terms`` are, may have to add it up.
@@ -304,9 +423,28 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]]) -> Array | N
                     left = [m for m in left if m is not mate]
         if not free.any():
             options.append(assembled - other_terms if other_terms.any() else assembled)
+    if not options:  # tokens of experts
+        of_rows = [m for m in mates if m.ndim == x.ndim > 1 and m.shape[1:] == x.shape[1:]]
+        factors = {1.0, factor} if x.dtype.kind == "f" else {1}
+        rows = [y for f in factors for y in _rows(x, [f * m for m in of_rows])]
+        options += sorted(rows, key=lambda y: _apart(x, y))[:1]
     full_mates = [m for m in mates if m.shape == x.shape]
     options += [np.sum(full_mates, 0)] if x.dtype.kind == "f" and full_mates[1:] else []
     return _most_alike(x, options)
+
+
+def _rows(x: Array, mates: list[Array]) -> Iterator[Array]:
+    """Yield what a tensor should be by the rows of others, each by the one that is most like it, in any order."""
+    if not mates:
+        return
+    rows, known = (y.reshape(len(y), -1).astype(np.float64) for y in (x, np.concatenate(mates)))
+    direction = np.random.default_rng(0).standard_normal(rows.shape[1])
+    order = np.argsort(known @ direction)
+    after = np.searchsorted((known @ direction)[order], rows @ direction)
+    nearest = [order[np.clip(after + step, 0, len(order) - 1)] for step in (-1, 0)]
+    off = [np.abs(known[i] - rows).sum(1) for i in nearest]
+    chosen = np.where(off[0] <= off[1], nearest[0], nearest[1])
+    yield np.concatenate(mates)[chosen].reshape(x.shape)
 
 
 def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, Any] | None:
@@ -356,10 +494,11 @@ def _most_alike(x: Array, options: Iterable[Any], of: Callable[[Any], Array] = n
 
 
 def _apart(x: Array, y: Array) -> float:
-    """Return how unlike two arrays are: the mean of their elements' differences relative to their sizes, 0 to 1."""
-    if not x.size:
+    """Return how unlike two arrays are: the mean of their elements' differences relative to their sizes, 0 to 1; zeros of both do not count."""
+    some = (x != 0) | (y != 0)
+    if not some.any():
         return 0.0
-    a, b = (v.astype(np.float64) for v in (x, y))
+    a, b = (v[some].astype(np.float64) for v in np.broadcast_arrays(x, y))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         off = np.abs(a - b) / (np.abs(a) + np.abs(b))
     return float(np.where(a == b, 0.0, np.where(off <= 1, off, 1.0)).mean())
