@@ -1,5 +1,6 @@
 """What a dump of msprobe leaves out: labels, gradients of weights and stacked experts, choices within modules, rounding alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from telechat_moe.tools.align.dump.records import (
     Stats,
     TensorRecord,
 )
+from telechat_moe.tools.align.dump.value_files import stats
 from telechat_moe.tools.align.judge.data_flow import DataFlow
 from telechat_moe.tools.align.judge.edges import broken_edges
 
@@ -152,7 +154,51 @@ def test_an_expert_with_other_tokens_is_open_where_choices_are_not_recorded():
     assert outcome.verdict == "inconclusive", outcome.findings
 
 
+# ------------------------------------------------------------------ updates
+
+
+def updated(skipped=(), statistics=False, factor=1.0):
+    """Updates of six weights of one shape by gradients that no call of the dump made, without some of them."""
+    random = np.random.default_rng(2)
+    calls = [call("Functional.linear", [X, W, B], [Y]), call("Functional.linear", [G], [G @ W], Phase.BACKWARD)]  # fmt: skip
+    number = 0
+    for i in range(6):
+        weight, gradient = random.standard_normal((2, 8, 8)).astype(np.float32)
+        gradient *= np.float32(factor) if i == 3 else np.float32(1)
+        if i not in skipped:
+            decayed = weight * np.float32(0.9)
+            calls.append(call("Tensor.mul_", [weight, Scalar("float", 0.9)], [decayed], number=number))  # fmt: skip
+            calls.append(call("Tensor.sub_", [decayed, gradient], [decayed - gradient], number=number))  # fmt: skip
+            number += 1
+    if not statistics:
+        return dump(*calls)
+    bare = [
+        c.changed(lambda _, v: replace(v, read=None, stats=stats(v.load())) if isinstance(v, TensorRecord) else v, results=True)
+        for c in calls
+    ]  # fmt: skip
+    rank = RankDump(0, 0, "pytorch", "statistics", "L1", {c.key: c for c in bare})
+    return Dump(Path("run"), {(0, 0): rank})
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("skipped", [0, 2, 5])
+def test_an_update_that_is_left_out_is_missing_where_it_belongs(skipped, statistics):
+    target = updated([skipped], statistics)
+    assert first_wrong(updated(statistics=statistics), target) == f"Tensor.mul_.{skipped}.forward"
+    # The other way round there is one too many.
+    assert first_wrong(target, updated(statistics=statistics)) == f"Tensor.mul_.{skipped}.forward"
+
+
 # ------------------------------------------------------------------ statistics
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(2.0, "diverged"), (1 + 1e-7, "inconclusive")])
+def test_the_statistics_of_a_gradient_show_a_factor(factor, expected):
+    outcome = bisect(updated(statistics=True), updated(statistics=True, factor=factor))
+    assert outcome.verdict == expected, outcome
+    assert [f.verdict.key for f in outcome.findings[:1]] == ["Tensor.sub_.3.forward"] * (
+        factor == 2
+    )
 
 
 def cancelled(mean):

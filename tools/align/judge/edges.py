@@ -144,12 +144,13 @@ class _WeightGradients:
 
 
 def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
-    """Judge a weight by its largest and smallest element, before the first update; they can show only that it is another."""
+    """Judge a weight before the first update by its extremes, and what updates take by what noise there was; both show only a fault."""
     record, tensor = reference.tensors[place], target.tensors[place]
     call = reference.dump.calls[place[0]]
-    late = reference.is_late_step(place[0]) or place[0] in reference.late
-    if late or not is_float(record.dtype):
+    if reference.is_late_step(place[0]) or not is_float(record.dtype):
         return None
+    if place[0] in reference.late:
+        return _gradient_by_statistics(place, reference, target)
     if call.phase is not Phase.FORWARD or not is_weight(call, place[1]):
         return None
     far = extremes_apart(record, tensor)
@@ -159,6 +160,21 @@ def _by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdi
         return None
     text = f"{place[1]} comes from outside and is not the reference's: its extremes differ by {far:.2g} of their size"
     return Verdict(*place, "diverged", far / allowed, text, basis="other run")
+
+
+def _gradient_by_statistics(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge what an update takes from outside by how far all that was computed before is from the reference's."""
+    far = distance(reference.tensors[place], target.tensors[place])
+    if far is None or not is_float(target.tensors[place].dtype):
+        return None
+    allowed = max(EARLIER * target.noise(reference, place[0]), _rounded(place, reference, target))
+    if far.whole <= allowed or target.chose_otherwise(reference, place[0]):
+        return None
+    text = (
+        f"{place[1]} comes from outside and is not the reference's: by its statistics it differs by "
+        f"{far.whole:.2g} of its size, {allowed:.2g} allowed"
+    )
+    return Verdict(*place, "diverged", far.whole / allowed, text, basis="other run")
 
 
 def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:

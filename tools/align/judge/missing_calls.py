@@ -94,12 +94,19 @@ class _WithoutEffect:
         following = self.next[call.key]
         if users and not self._replaces and self._only_lost(users):
             return False
+        if not users and call.key in self.run.late and not self._updates_otherwise:
+            return False  # the next step takes its result
         return bool(users or following) and all(map(self._agrees, users or [following or ""]))
 
     @cached_property
     def _replaces(self) -> bool:
         """Whether the other run makes calls of its own, which may replace some of this run."""
         return bool(self.other.dump.calls.keys() - self.run.dump.calls.keys())
+
+    @cached_property
+    def _updates_otherwise(self) -> bool:
+        """Whether the other run updates weights by calls of its own."""
+        return bool(self.other.late - self.run.dump.calls.keys())
 
     def _only_lost(self, users: set[str]) -> bool:
         """Return whether calls take the same to the last bit, so that a call between is only lost from the dump."""

@@ -4,14 +4,16 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 
-from telechat_moe.numerics import FLOATS
+from telechat_moe.numerics import FLOATS, is_float
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import is_weight
+from telechat_moe.tools.align.judge.distance import distance
 from telechat_moe.tools.align.judge.pins import narrowest
 from telechat_moe.tools.align.judge.points import weight_of
 from telechat_moe.tools.align.operators import find
@@ -146,10 +148,16 @@ def paired(target: Sequence[Call], reference: Sequence[Call]) -> Iterator[tuple[
         names = [[_operator(call) for call in calls] for calls in (target, reference)]
     left, right = (set(range(len(calls))) for calls in (target, reference))
     matcher = SequenceMatcher(None, names[0], names[1], autojunk=False)
-    for a, b, size in matcher.get_matching_blocks():
-        yield from ((a + i, b + i) for i in range(size))
-        left -= set(range(a, a + size))
-        right -= set(range(b, b + size))
+    blocks = matcher.get_matching_blocks()
+    pairs = {a + i: b + i for a, b, size in blocks for i in range(size)}
+    for before, after in pairwise(blocks):
+        first, second = before.a + before.size, before.b + before.size
+        gap = (after.b - second) - (after.a - first)
+        if gap and (after.a == first or after.b == second):
+            _moved(pairs, first - 1, gap, target, reference, names)
+    yield from pairs.items()
+    left -= pairs.keys()
+    right -= set(pairs.values())
     waiting: dict[bytes, list[int]] = {}
     for b in sorted(right):
         waiting.setdefault(_content(reference[b]), []).append(b)
@@ -157,6 +165,52 @@ def paired(target: Sequence[Call], reference: Sequence[Call]) -> Iterator[tuple[
         waiting_calls = waiting.get(_content(target[a]))
         if waiting_calls:
             yield a, waiting_calls.pop(0)
+
+
+def _moved(
+    pairs: dict[int, int],
+    last: int,
+    gap: int,
+    target: Sequence[Call],
+    reference: Sequence[Call],
+    names: list[list[str]],
+) -> None:
+    """Move a gap of so many calls (negative: of the target's) between equal names to where what the calls take fits best.
+
+    The names of updates repeat, so they do not show which weight's update one of the runs leaves out.
+    """
+    if gap < 0:
+        inverse = {b: a for a, b in pairs.items()}
+        last_pair = pairs[last]
+        _moved(inverse, last_pair, -gap, reference, target, names[::-1])
+        pairs.clear()
+        pairs.update((a, b) for b, a in inverse.items())
+        return
+    moved: list[tuple[int, int]] = []
+    best, change, smallest = 0, 0.0, 0.0
+    while last in pairs and pairs[last] + gap < len(reference):
+        b = pairs[last]
+        if names[0][last] != names[1][b + gap]:
+            break
+        moved.append((last, b + gap))
+        change += _mismatch(target[last], reference[b + gap])
+        change -= _mismatch(target[last], reference[b])
+        if change < smallest:
+            best, smallest = len(moved), change
+        last -= 1
+    pairs.update(moved[:best])
+
+
+def _mismatch(call: Call, other: Call) -> float:
+    """Return how far what two calls take is apart, from 0 to 1."""
+    total, tensors, others = 0.0, call.given(), dict(other.given())
+    for place, tensor in tensors:
+        mate = others.get(place)
+        if mate is None or mate.shape != tensor.shape:
+            total += 1.0
+        elif is_float(tensor.dtype) and (far := distance(mate, tensor)) is not None:
+            total += min(1.0, far.whole)
+    return total / max(1, len(tensors))
 
 
 def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
