@@ -47,7 +47,12 @@ def missing_calls(
             if key in other.dump.calls:
                 last = target.order[key] - begins[key] + 0.5
                 continue
-            order = last if run is reference else float(target.order[key] - begins[key])
+            if run is target:
+                order = float(target.order[key] - begins[key])
+            else:  # after the calls that the target makes in its place
+                following = without_effect.next[key]
+                end = target.order[following] - begins[following] - 0.5 if following else last
+                order = max(last, end)
             replaced = not right.isdisjoint((key, call.forward_key))
             if call.kind != "api" or replaced or without_effect(call):
                 continue
