@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
-from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device
+from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device, read_mapping
 from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
@@ -183,8 +182,7 @@ def refit(
 
 
 def base_name(name: str) -> str:
-    """Return the device whose constants a variant shares: the longest shipped name that begins it."""
+    """Return the device whose constants a variant shares: the last of its chain of bases."""
     file = FOLDER / f"{name}.yaml"
-    if file.is_file():
-        return str(yaml.safe_load(file.read_text(encoding="utf-8")).get("base", name))
-    return name
+    base = read_mapping(file).get("base") if file.is_file() else None
+    return base_name(str(base)) if base else name

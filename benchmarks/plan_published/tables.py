@@ -24,6 +24,7 @@ from benchmarks.plan_published.cells import (
 from benchmarks.plan_published.models import checked_kind, published
 from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
+from benchmarks.plan_published.tables_sweeps import sweep
 from benchmarks.plan_published.tables_yaml import read_sets
 from benchmarks.plan_published.words import (
     PRECISION,
@@ -147,7 +148,14 @@ def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
     """NeMo Megatron-Bridge performance summary."""
     model, gpus = row["model"], int_of(row, "gpus")
     device = re.sub(r"^DGX-", "", row["system"])
-    start = new_row(table, line, model, device, gpus, source=f"{row['source']} {row['container']}")
+    start = new_row(
+        table,
+        line,
+        model,
+        device,
+        gpus,
+        source=f"{row['source']} {row['container']} {row['precision']}",
+    )
     batch, micro, seq = int_of(row, "gbs"), int_of(row, "mbs"), int_of(row, "seq")
     speed = number_of(row, "tok_s_gpu")
     start = replace(start, step_s=batch * seq / (speed * gpus))
@@ -200,6 +208,7 @@ FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], MeasuredStep]], ...]
     ({"container", "system", "tok_s_gpu", "precision"}, _bridge),
     ({"case", "hw", "mem_max_alloc_bytes", "hidden-size"}, golden),
     ({"tok_s_device", "micro_batch_num", "opt_parallel", "yaml"}, mindformers),
+    ({"group", "stack", "step_s", "oom"}, sweep),
     ({"tok_s_device", "script", "nnodes", "vpp_layers"}, mindspeed),
 )
 

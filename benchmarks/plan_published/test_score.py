@@ -39,14 +39,14 @@ def test_every_row_is_read_or_has_a_reason_of_a_known_kind(file):
         else:
             assert row.architecture is not None
             assert row.layout is not None
-            assert row.step_s or row.memory_bytes
+            assert row.step_s or row.memory_bytes or row.out_of_memory
 
 
 ODD = ["", "abc", "-1", "0", "1e9", "1e400", "nan", "8 (4)", "3.5", "[1,2", "FP4", "8GB"]
 WORDS = {
     "family", "optimizer", "recompute", "select_recompute", "recompute-granularity", "recompute-method", "recompute-modules",
     "attention-backend", "transformer-impl", "data-parallel-sharding-strategy", "fp8-format", "moe-token-dispatcher-type",
-    "precision", "Precision", "MP Mode", "Sharding Strategy",
+    "precision", "Precision", "MP Mode", "Sharding Strategy", "schedule", "compute", "stack",
 }  # fmt: skip
 """Columns of words: an unknown one there is an error (`test_words.py`)."""
 KINDS = ("missing: ", "device without a description", "impossible: ")
@@ -311,7 +311,8 @@ def test_held_out_rows_are_not_seen_by_their_fit():
 
 def test_accuracy_of_the_frozen_constants():
     """Test the error of the fitted rows, not the held-out one, to catch a change of the model without a new fit."""
-    rows = checked([r for f in STEPS for r in read_table(f)], "a100")
+    files = [f for f in STEPS if f.stem != "layout_sweeps"]  # its rows are not fitted
+    rows = checked([r for f in files for r in read_table(f)], "a100")
     scored = list(score(rows, "a100"))
     step = statistics([s.error for s in scored if s.error is not None])
     memory = statistics([s.memory_error for s in scored if s.memory_error is not None])

@@ -52,7 +52,7 @@ DISPATCHER: dict[str, dict[str, object] | None] = {
 
 RECOMPUTE = {
     "": "none", "none": "none", "false": "none", "full": "full", "full_uniform": "full", "true": "full",
-    "selective": "selective", "sel": "selective",
+    "selective": "selective", "sel": "selective", "full+early_stop": "full+early_stop",
 }  # fmt: skip
 """Whole policies. Megatron-LM's `uniform` recomputes every layer; `full_block` needs a number of layers (`block_layers`)."""
 

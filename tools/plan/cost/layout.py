@@ -46,6 +46,8 @@ class Stack:
     """Dispatch sends a token once to each node that holds one of its experts."""
     ep_overlap: bool = False
     """All-to-all of one micro-batch runs under the computation of another."""
+    single_experts: bool = False
+    """Experts are launched one by one, in a loop of the host; False: as one grouped product."""
     fused_experts: bool = False
     """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
     permute_bytes: int = 16

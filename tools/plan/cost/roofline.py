@@ -26,6 +26,10 @@ ROUTING = 3.0
 """Time that the host waits in a MoE layer for token counts, relative to a dense layer's launch: in megatron_bridge_perf
 Qwen3 30B on 8 B200 takes 8.8 ms a layer with one sequence a micro-batch, and 12.7 ms with four."""
 
+EXPERT_LAUNCHES = 0.1
+"""Launch time of one expert's forward kernels (two products, activation, slices) relative to a dense layer's, which has about
+ten times as many; it counts where experts are launched one by one."""
+
 EARLY_ATTENTION = 0.5
 """Rate of the first flash kernels (Triton, with a bias) relative to those of a fused library."""
 
@@ -322,11 +326,14 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     around, around_back = context_exchange(x, r)
     tensor_back, tensor = tensor + around_back, tensor + around
     expert = zero + (expert_forward(x, r) if moe else 0.0)
-    kernels = 2.0 if moe else 1.0
+    singly = EXPERT_LAUNCHES * x.single_experts * np.maximum(x.experts / x.ep, 1)
+    kernels = 2.0 + singly if moe else 1.0
     # the slowest of tp hosts, twice a layer
     meet = 2 * r.constants.collective_host_s * x.tp * (x.tp > 1)
     host = zero + (r.constants.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
-    wait = ROUTING * r.constants.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0) * moe
+    # with two micro-batches in flight the device has work while the host waits
+    awaited = np.where((x.graphs > 0) | (x.ep_overlap > 0), 0.0, 1.0) * moe
+    wait = ROUTING * r.constants.layer_host_s * awaited
     forward = Pass(
         zero + a_matmul + f_matmul,
         zero + core,

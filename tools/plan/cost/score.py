@@ -33,6 +33,8 @@ class MeasuredStep:
     memory_bytes: float | None = None
     memory_stage: int | None = None
     """Stage whose memory was measured; None: the largest."""
+    out_of_memory: bool = False
+    """The run ended because a device's memory was full; it has no time."""
     provenance: str = "A"
     reason: str = ""
     """Why the row is not predicted; empty: it is."""
@@ -78,7 +80,7 @@ def _reason(row: MeasuredStep, default: str) -> str:
         device = load_device(row.device or default)
     except BadInputError:
         return f"device without a description: {row.device}"
-    if row.step_s is None and row.memory_bytes is None:
+    if row.step_s is None and row.memory_bytes is None and not row.out_of_memory:
         return "missing: a measured time or memory"
     if row.architecture is None or row.layout is None or row.step_s is None:
         return ""
