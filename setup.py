@@ -52,7 +52,7 @@ setup(
         "telechat_moe.recipe.mode1": ["*.txt"],
         "telechat_moe.recipe.schema": ["*.txt", "*.json"],
         "telechat_moe.graph": ["*.cc"],
-        "telechat_moe.tools.plan": ["*/*.js", "*/*.yaml", "native/*.cc", "native/*.h"],
+        "telechat_moe.tools.plan": ["*/*.js", "*/*.yaml", "*/*.json", "native/*.cc", "native/*.h"],
         "telechat_moe.recipes": ["*/*.yaml", "sweeps/*/*.yaml", "*/*.json", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.columns import Columns, Floats, columns
-from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device, read_mapping
+from telechat_moe.tools.plan.cost.device import Constants, Device, base_name, load_device
 from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
@@ -171,7 +171,7 @@ def refit(
     bases: dict[str, list[int]] = defaultdict(list)
     for i, one in enumerate(scored):
         if one.error is not None:
-            bases[base_name(load_device(one.row.device or default).name)].append(i)
+            bases[base_name(one.row.device or default)].append(i)
     for base, index in bases.items():
         rows = [scored[i].row for i in index]
         groups = [row.group if by == "scale" else row.group.rsplit("/", 1)[0] for row in rows]
@@ -179,10 +179,3 @@ def refit(
         for i, seconds in zip(index, predicted, strict=True):
             out[i] = replace(out[i], step_s=float(seconds))
     return out
-
-
-def base_name(name: str) -> str:
-    """Return the device whose constants a variant shares: the last of its chain of bases."""
-    file = FOLDER / f"{name}.yaml"
-    base = read_mapping(file).get("base") if file.is_file() else None
-    return base_name(str(base)) if base else name

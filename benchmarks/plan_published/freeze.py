@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.plan_published.fit import Problem, base_name, fit, free_constants
+from benchmarks.plan_published.fit import Problem, fit, free_constants
 from benchmarks.plan_published.tables import read_table
 from benchmarks.plan_published.validate import checked
-from telechat_moe.tools.plan.cost.device import FOLDER, load_device
+from telechat_moe.tools.plan.cost.device import FOLDER, base_name, load_device
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
@@ -19,7 +19,7 @@ def rows_of(files: list[str], device: str) -> list[MeasuredStep]:
     for file in files:
         rows += read_table(file)
     chosen = [r for r in checked(rows, device) if not r.reason and r.step_s]
-    return [r for r in chosen if base_name(load_device(r.device or device).name) == device]
+    return [r for r in chosen if base_name(r.device or device) == device]
 
 
 def write(device: str, rows: list[MeasuredStep], out: Path | None = None) -> Path:

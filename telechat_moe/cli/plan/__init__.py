@@ -3,10 +3,19 @@
 Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run function.
 """
 
-from telechat_moe.cli.plan import calibrate, layout, memory, schedule, score, search, simulate
+from telechat_moe.cli.plan import (
+    calibrate,
+    device,
+    layout,
+    memory,
+    schedule,
+    score,
+    search,
+    simulate,
+)
 from telechat_moe.cli.verb import Verb
 
-MODULES = (layout, memory, search, score, simulate, calibrate, schedule)
+MODULES = (layout, memory, search, score, simulate, device, calibrate, schedule)
 
 VERB = Verb(
     name="plan",

@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
     from telechat_moe.recipe import find, mode1
 
-    if min(args.devices, args.top, args.pick) < 1 or not args.limit > 0:
+    if min(args.devices, args.top, args.pick) < 1 or args.draws < 0 or not args.limit > 0:
         raise UsageError(
-            f"--devices {args.devices} --top {args.top} --pick {args.pick} --limit {args.limit:g}: "
-            "expected at least 1, and a limit above 0 seconds"
+            f"--devices {args.devices} --top {args.top} --pick {args.pick} --draws {args.draws} --limit {args.limit:g}: "
+            "expected at least 1 (draws 0), and a limit above 0 seconds"
         )
     if args.out and mode1.kind_of_file(find(args.recipe), args.overrides) == "mode 1":
         text = f"--out writes recipes of mode 0: `telechat-moe cp {args.recipe} DEST --to mindformers-1`, and plan DEST"
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     data: Any = report.summary(plan, args.top)
+    data["choice"] = _choice(plan, args) if plan.best and args.draws else None
     if not write_json(args.json, data):
         _show(data, report.ranked(data), report.too_large(data))
     if args.out and plan.best:
@@ -79,6 +80,23 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.optimal else 4 if plan.timed_out or plan.best else 1
 
 
+def _choice(plan: Any, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return how sure the choice is, or None where nothing is known of the device's constants."""
+    from telechat_moe.tools.plan.cost.posterior import load_posterior
+    from telechat_moe.tools.plan.report import choice
+
+    posterior = load_posterior(args.device)
+    if posterior is None:
+        return None
+    with bars() as move:
+
+        def progress(searched: int, total: int) -> None:
+            move("searching with drawn constants", searched, total)
+
+        steps: Any = choice.candidates(plan, posterior, args.draws, args.limit, progress)
+    return choice.choice(plan.architecture, steps, plan.device, posterior)
+
+
 def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
     from telechat_moe.tools.plan.report import layouts as report
 
@@ -93,6 +111,12 @@ def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
         print()
         for name, value in report.placement(data["layouts"][0]):
             print(f"{name}: {value}")
+    if data["choice"]:
+        from telechat_moe.tools.plan.report import choice
+
+        print()
+        for line in choice.lines(data["choice"]):
+            print(line)
 
 
 def _writable(file: str | None) -> None:
@@ -132,6 +156,11 @@ VERB = Verb(
         ),
         arg("--top K", "layouts to print (default 10)", 10),
         arg("--limit S", "seconds (default 300)", 300.0),
+        arg(
+            "--draws N",
+            "searches with constants drawn from the device's posterior, to say how sure the choice is (default 6; 0: not)",
+            6,
+        ),
         arg(
             "--beyond-recipes",
             "also search what recipes cannot express: swapping, ZeRO 2 and 3, MTP before its head, zb-v",

@@ -77,7 +77,7 @@ def test_what_is_said(
     monkeypatch.chdir(tmp_path)
     Path("list.yaml").write_text("- 1\n")
     Path("empty.yaml").write_text("model: {}\n")
-    assert main(["plan", "layout", recipe, *options.split()]) == code
+    assert main(["plan", "layout", recipe, "--draws", "0", *options.split()]) == code
     out, err = capsys.readouterr()
     if said == "pp1":  # tied embeddings stand on one stage
         assert " pp" not in out
@@ -88,7 +88,7 @@ def test_what_is_said(
 
 def test_what_was_found_is_printed_where_a_recipe_cannot_say_it(capsys) -> None:
     words = "--devices 4 --beyond-recipes --fix ends=mtp-before --top 1 --out out.yaml"
-    assert main(["plan", "layout", TINY, *words.split()]) == 3
+    assert main(["plan", "layout", TINY, "--draws", "0", *words.split()]) == 3
     out, err = capsys.readouterr()
     assert "m|L'" in out
     assert "MindSpeed: layout" in out
@@ -103,7 +103,7 @@ def test_a_plan_that_needs_more_when_it_is_run_says_so(
     words = [a for f in fixed for a in ("--fix", f)]
     out = str(tmp_path / "planned.yaml")
     words += ["--memory", memory, "--limit", "4", "--top", "1", "--out", out]
-    assert main(["plan", "layout", LARGE, "--devices", "256", *words]) in (0, 4)
+    assert main(["plan", "layout", LARGE, "--devices", "256", "--draws", "0", *words]) in (0, 4)
     said = capsys.readouterr().out
     assert ("run operation by operation, layout 1 of the table needs more" in said) == more
     main(["plan", "simulate", out, "--device", "ascend-910b", "--json", "-"])

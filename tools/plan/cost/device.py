@@ -125,6 +125,23 @@ def load_device(name: str | Path) -> Device:
     return _read(file)
 
 
+def base_name(name: str | Path) -> str:
+    """Return the device whose constants a variant shares: the last of its chain of bases.
+
+    Raises:
+        BadInputError: There is no such device.
+    """
+    load_device(name)
+    file = Path(name)
+    if file.suffix not in (".yaml", ".yml"):
+        file = _by_name(str(name)) or file
+    base = read_mapping(file).get("base")
+    if not base:
+        return file.stem
+    beside = file.parent / f"{base}.yaml"
+    return base_name(beside if beside.is_file() else FOLDER / beside.name)
+
+
 def _key(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
