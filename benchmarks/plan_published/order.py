@@ -4,7 +4,7 @@ A group is a model on a number of devices with one stack, of which a table has s
 table groups them. Times are those of a token. A third of the groups, chosen by a hash of table and model, is the test
 (`--part test`): their rows are never looked at while the model's structure is worked on.
 Regret is how much slower than the group's fastest run the layout is that is taken: the first that `plan layout` would try (of
-those within 3 % of the predicted best the simplest by the rule of thumb), or the best of the first three. The rule of thumb takes no recomputation, the least tensor, then the least pipeline
+those within 3 % of the predicted best the simplest), or the best of the first three. The rule of thumb takes no recomputation, the least tensor, then the least pipeline
 parallelism, and the largest micro-batch.
 """
 
@@ -27,7 +27,7 @@ from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep, score
-from telechat_moe.tools.plan.report.choice import first_to_try, rule
+from telechat_moe.tools.plan.report.choice import first_to_try
 
 DATA = Path(__file__).parent / "data"
 TABLES = (
@@ -83,6 +83,11 @@ class OrderGroup:
         """Kendall's tau of predicted and measured order."""
         right = [r for _, r in self.pairs]
         return 2 * sum(right) / len(right) - 1
+
+
+def rule(layout: Layout) -> tuple[bool, int, int, int]:
+    """Return the rule of thumb's preference, the least first."""
+    return layout.recompute != "none", layout.tp, layout.pp, -layout.micro_batch
 
 
 def key(row: MeasuredStep) -> tuple[object, ...]:

@@ -284,11 +284,18 @@ def draw(of: Sequence[tuple[float, bool]], file: Path) -> None:
     axes.plot([0.5, 1], [0.5, 1], color="0.7", linewidth=1)
     axes.plot(sure, right, "o-", color="#1f5fa8")
     for x, y, n in zip(sure, right, count, strict=True):
-        axes.annotate(f"{n:,}", (x, y), (4, -12), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            f"{n:,}",
+            (x, y),
+            (-6, -14) if x > 0.99 else (4, -12),
+            ha="right" if x > 0.99 else "left",
+            textcoords="offset points",
+            fontsize=8,
+        )
     axes.set(
         xlabel="predicted probability that the first layout is faster", ylabel="how often it was", xlim=(0.5, 1.01), ylim=(0.45, 1.02)
     )  # fmt: skip
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
 def run(args: argparse.Namespace) -> int:

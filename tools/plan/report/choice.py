@@ -46,16 +46,17 @@ class Measurement:
     value: Floats
 
 
-def rule(layout: Layout) -> tuple[bool, int, int, int]:
-    """Return the rule of thumb's preference, the least first: no recomputation, least tp, least pp, largest micro-batch."""
-    return recomputation(layout) != "none", layout.tp, layout.pp, -layout.micro_batch
+def complexity(layout: Layout) -> tuple[bool, int, int, int]:
+    """Return what orders layouts from simple to complex: recomputation, how far a layer is divided, stages, small micro-batches."""
+    divided = layout.tp * layout.cp
+    return recomputation(layout) != "none", divided, layout.pp, -layout.micro_batch
 
 
 def first_to_try(layouts: Sequence[Layout], seconds: Sequence[float] | Floats) -> list[int]:
     """Return the order in which to try layouts: by time, but of those within `NEAR` of the fastest the simplest is first."""
     order = [int(i) for i in np.argsort(seconds, kind="stable")]
     close = [i for i in order if seconds[i] <= seconds[order[0]] * (1 + NEAR)]
-    simplest = min(close, key=lambda i: rule(layouts[i]))
+    simplest = min(close, key=lambda i: complexity(layouts[i]))
     return [simplest, *(i for i in order if i != simplest)]
 
 
