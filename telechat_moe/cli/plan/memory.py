@@ -30,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
     for line in (memory.sentence(forecast), *memory.routing(forecast), memory.next_thing(forecast)):
         if line:
             print(line)
+    print(
+        f"Probability to fit: {forecast.probability:.0%} (assumed ranges of fragmentation and buffers: docs/plan_memory.md)."
+    )
     for table in memory.tables(forecast):
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
@@ -45,7 +48,7 @@ VERB = Verb(
     "(docs/plan_memory.md).",
     examples="telechat-moe plan memory pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b",
     exits={1: "a stage does not fit, with the margin"},
-    json_keys="fits, limit_bytes, margin, stages, largest_load_factor, recorded_loads, first, changes",
+    json_keys="fits, probability, limit_bytes, margin, stages, largest_load_factor, recorded_loads, first, changes",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=[

@@ -8,6 +8,7 @@ import pytest
 from scipy.special import ndtr
 
 from benchmarks.plan_published.posterior import coverage, pairs, read_devices
+from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import base_name, load_device
@@ -131,3 +132,20 @@ def test_coverage_and_order_count_by_hand():
     [(sure, right)] = pairs([(rows, mean, covariance, np.array([0.4, 0.1]))], 0.2, 3.0)
     assert sure == pytest.approx(ndtr(0.2 / (0.2 * np.sqrt(2 - 2 * np.exp(-2 / 3)))))
     assert not right
+
+
+def test_the_command_prints_intervals_rows_and_what_no_row_has(capsys):
+    assert main(["plan", "device", "a2"]) == 0
+    out = capsys.readouterr().out
+    assert "42 measured steps stand behind them: tensor parallelism 27" in out
+    assert "none has: experts, MLA, expert parallelism, context parallelism, FP8" in out
+    assert main(["plan", "device", "ascend-910b", "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    by_name = {x["constant"]: x for x in data["constants"]}
+    assert (
+        by_name["inter_share"]["low"]
+        < by_name["inter_share"]["median"]
+        < by_name["inter_share"]["high"]
+    )
+    assert by_name["matmul_share"]["from_rows"] > by_name["inter_share"]["from_rows"]
+    assert by_name["matmul_share"]["shipped"] == load_device("ascend-910b").constants.matmul_share

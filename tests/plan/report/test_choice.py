@@ -9,6 +9,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.posterior import load_posterior
 from telechat_moe.tools.plan.report.choice import (
     Measurement,
+    SimulatedLayout,
     choice,
     collective_s,
     decided,
@@ -59,12 +60,15 @@ def test_of_two_that_are_as_fast_the_simpler_is_tried_first():
 def test_choice_of_alike_and_of_different_layouts():
     device, posterior = load_device("ascend-910b"), load_posterior("ascend-910b")
     assert posterior
-    data = choice(MIXTURE, {ONE: 1.0, TWO: 1.0}, device, posterior)
+    data = choice(
+        MIXTURE, {ONE: SimulatedLayout(1.0), TWO: SimulatedLayout(1.0, 2**40)}, device, posterior
+    )
     both = [x["probability"] for x in data["layouts"]]
     assert sum(both) == pytest.approx(1)
     assert min(both) > 0.1
     assert 2 <= len(data["measure"]) <= 6
     assert data["measure"][-1]["regret_left"] < data["layouts"][0]["regret"] / 2
+    assert {x["layout"]: x["fits"] for x in data["layouts"]} == {named(ONE): 1, named(TWO): 0}
     for x in data["layouts"]:
         assert x["low_s"] < x["expected_s"] < x["high_s"]
     assert data["no_row_has"] == ["experts", "expert parallelism"]
@@ -73,7 +77,9 @@ def test_choice_of_alike_and_of_different_layouts():
         "none of the 42 measured steps behind these constants has: experts, expert parallelism"
         in text
     )
-    sure = choice(MIXTURE, {ONE: 1.0, TWO: 9.0}, device, posterior)
+    sure = choice(
+        MIXTURE, {ONE: SimulatedLayout(1.0), TWO: SimulatedLayout(9.0)}, device, posterior
+    )
     assert [(x["layout"], x["probability"]) for x in sure["layouts"]] == [(named(ONE), 1.0)]
     assert sure["layouts"][0]["regret"] == 0
 

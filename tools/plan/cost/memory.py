@@ -16,6 +16,9 @@ from telechat_moe.units import MIB
 WORKSPACE = 96 * MIB
 """Bytes that libraries of matrix products reserve."""
 
+RMS_COPY = 4.0
+"""Bytes per element that an RMSNorm in several operators keeps besides its input: it is computed in float32."""
+
 
 @dataclass
 class Memory:
@@ -110,6 +113,9 @@ def _common(x: Columns) -> tuple[Floats, Floats, Floats]:
     # outputs of both norms, input of the second
     norm = (2 * entered + width) * rows * h * (1 - x.re_norm)
     residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
+    # torch has LayerNorm as one kernel; RMSNorm (of gated models), operator by operator, keeps its input in float32 twice
+    copies = np.where((x.fused > 0) | (x.matrices < 3), 0.0, 2 * RMS_COPY)
+    norm = norm + copies * rows * h * (1 - x.re_norm)
     f = x.ffn / tp
     # of an element of the inner width: the first products' results, and the last one's input
     inner = width * (x.matrices - 1) + entered * (1 - x.re_activation)

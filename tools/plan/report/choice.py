@@ -15,6 +15,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all
 from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.fitting import probability_of_graph
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.posterior import NINETY, Posterior, predicted, recomputation
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
@@ -36,6 +37,14 @@ WORTH = 5e-4
 """Regret that another measurement must save to be suggested."""
 SEARCH_S = 5.0
 """Seconds of each search with drawn constants."""
+
+
+@dataclass(frozen=True)
+class SimulatedLayout:
+    """A layout's step under the shipped constants, and its peak memory."""
+
+    step_s: float
+    peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,21 +80,25 @@ def candidates(
     searches: int,
     limit_s: float,
     progress: Callable[[int, int], object],
-) -> dict[Layout, float]:
-    """Return layouts that are fast under the shipped or under drawn constants, with their simulated steps under the shipped ones."""
-    steps = {named(c.layout): (c.layout, c.step_s) for c in reversed(plan.best)}
+) -> dict[Layout, SimulatedLayout]:
+    """Return layouts that are fast under the shipped or under drawn constants, simulated under the shipped ones, the fastest first."""
+    steps = {
+        named(c.layout): (c.layout, SimulatedLayout(c.step_s, c.simulated_bytes))
+        for c in reversed(plan.best)
+    }
     for i, device in enumerate(posterior.draws(plan.device, searches, seed=2)):
         progress(i, searches)
         drawn = search(plan.architecture, plan.space, device, top=1, limit_s=min(limit_s, SEARCH_S))
         for c in drawn.best[:2]:
             if named(c.layout) not in steps:
                 step = simulate_step(plan.architecture, c.layout, plan.device)
-                steps[named(c.layout)] = c.layout, step.step_s
-    return dict(sorted(steps.values(), key=lambda step: step[1]))
+                simulated = SimulatedLayout(step.step_s, float(step.peak_bytes.max()))
+                steps[named(c.layout)] = c.layout, simulated
+    return dict(sorted(steps.values(), key=lambda pair: pair[1].step_s))
 
 
 def sampled(
-    a: Architecture, steps: dict[Layout, float], device: Device, posterior: Posterior
+    a: Architecture, steps: dict[Layout, SimulatedLayout], device: Device, posterior: Posterior
 ) -> tuple[Floats, list[Device]]:
     """Return the logarithms of the layouts' times in each draw, [draws, n], and the draws' devices."""
     layouts = list(steps)
@@ -96,7 +109,7 @@ def sampled(
     factors = random.multivariate_normal(
         np.zeros(len(layouts)), posterior.own_factors(layouts), DRAWS
     )
-    return np.log(list(steps.values())) + ratio + factors, devices
+    return np.log([x.step_s for x in steps.values()]) + ratio + factors, devices
 
 
 def regret(times: Floats, chosen: NDArray[Any] | int) -> float:
@@ -170,13 +183,14 @@ def measurements(times: Floats, options: Sequence[Measurement]) -> list[tuple[st
 
 
 def choice(
-    a: Architecture, steps: dict[Layout, float], device: Device, posterior: Posterior
+    a: Architecture, steps: dict[Layout, SimulatedLayout], device: Device, posterior: Posterior
 ) -> dict[str, Any]:
     """Return how sure the choice among layouts is, as plain data: the layouts not told apart, and measurements that decide.
 
     `steps` are simulated with the shipped constants, the fastest first; that one is always listed.
     """
-    layouts = list(steps)
+    layouts, memory = list(steps), device.memory_bytes - device.reserved_bytes
+    fits = [probability_of_graph(x.peak_bytes, memory) for x in steps.values()]
     times, devices = sampled(a, steps, device, posterior)
     best = np.bincount(times.argmin(axis=1), minlength=len(layouts)) / DRAWS
     expected = np.exp(times).mean(axis=0)
@@ -192,6 +206,7 @@ def choice(
                 "layout": named(layouts[i]), "shipped": i == 0, "probability": float(best[i]), "expected_s": float(expected[i]),
                 "low_s": float(np.exp(centre[i] - wide[i])), "high_s": float(np.exp(centre[i] + wide[i])),
                 "regret": regret(times, i),
+                "fits": fits[i],
             }
             for i in shown
         ],
@@ -215,7 +230,7 @@ def lines(data: dict[str, Any]) -> list[str]:
     for i, x in enumerate(data["layouts"], 1):
         out.append(
             f"  {i}. {x['layout']}{' (the first above)' if x['shipped'] else ''}: {x['probability']:.0%} to be fastest, {x['expected_s']:.4g} s "
-            f"({x['low_s']:.4g} to {x['high_s']:.4g}), regret {x['regret']:.1%}"
+            f"({x['low_s']:.4g} to {x['high_s']:.4g}), regret {x['regret']:.1%}, fits with {x['fits']:.0%}"
         )
     if data["measure"]:
         out.append("what to measure, and the regret that is left after each:")

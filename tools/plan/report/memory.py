@@ -13,6 +13,7 @@ from telechat_moe.recipe.load import load
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.fitting import probability_of_graph
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import SimulatedStep, simulate_step
 from telechat_moe.tools.plan.report.expert_loads import read_for
@@ -63,6 +64,11 @@ class MemoryForecast:
     def fits(self, step: SimulatedStep) -> bool:
         """Return whether all stages fit, with the margin."""
         return self.needs(step) <= self.limit_bytes
+
+    @property
+    def probability(self) -> float:
+        """How probable it is that the recipe fits, over the ranges of what is not counted; without the routing's imbalance."""
+        return probability_of_graph(float(self.step.peak_bytes.max()), self.limit_bytes)
 
     @property
     def first(self) -> Change | None:
@@ -355,6 +361,7 @@ def report(a: MemoryForecast) -> dict[str, Any]:
         "layout": a.step.layout.short(),
         "device": a.step.device.name,
         "fits": a.fits(a.step),
+        "probability": a.probability,
         "limit_bytes": a.limit_bytes,
         "limit_from": a.limit_from,
         "margin": a.margin,
