@@ -12,7 +12,7 @@ import argparse
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -25,8 +25,10 @@ from benchmarks.plan_published.validate import checked
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
+from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.score import MeasuredStep, ScoredStep, score
+from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.report.choice import first_to_try
 
 DATA = Path(__file__).parent / "data"
@@ -151,6 +153,15 @@ def read_rows(tables: Sequence[str | Path], device: str = "a100") -> list[Measur
     return [row for row in checked(rows, device) if not row.reason and row.step_s]
 
 
+def simulated(step: ScoredStep) -> ScoredStep:
+    """Return the row with the time of the event simulation, by which `plan layout` searches."""
+    row = step.row
+    if not row.architecture or not row.layout:
+        return step
+    result = simulate_step(row.architecture, row.layout, load_device(row.device or "a100"))
+    return replace(step, step_s=result.step_s)
+
+
 def line(name: str, members: Sequence[OrderGroup]) -> dict[str, float | str | int]:
     """Return a line of the summary: numbers of groups and layouts, tau, and mean and worst regrets."""
     first = [g.regret(g.predicted_order) for g in members]
@@ -182,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
     if args.held_out:
         with bars() as moved:
             scored = refit(scored, "a100", "model", moved)
+    if args.simulated:
+        scored = [simulated(step) for step in scored]
     members = groups(scored)
     lines = summary(members)
     if write_json(args.json, {"classes": lines}):
@@ -230,6 +243,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--held-out",
         action="store_true",
         help="constants of each row fitted without its model; else the shipped ones",
+    )
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="by the event simulation, as the search; else in closed form",
     )
     add_json(parser)
     return parser

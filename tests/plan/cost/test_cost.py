@@ -179,6 +179,29 @@ def test_counts_of_tokens_make_the_host_wait_in_small_moe_layers():
     assert captured < eager
 
 
+def test_experts_launched_one_by_one_cost_launches_and_overlap_hides_the_wait_for_counts():
+    model = published("qwen3 30b", seq=4096)
+    assert model
+    layouts = [
+        Layout(dp=8, ep=ep).with_changes(single_experts=single)
+        for single in (True, False)
+        for ep in (8, 4)
+    ]
+    layouts.append(Layout(dp=8, ep=8).with_changes(ep_overlap=True))
+    x = columns([(model, layout) for layout in layouts])
+    passes, host = layer(x, rates(x, A100), True), A100.constants.layer_host_s
+    # 128 experts over 8 or 4 devices, a tenth of a dense layer's launches for each
+    assert passes.forward.host[:2] - passes.forward.host[2:4] == pytest.approx(
+        [1.6 * host, 3.2 * host]
+    )
+    assert passes.backward.host[:2] - passes.backward.host[2:4] == pytest.approx(
+        [3.2 * host, 6.4 * host]
+    )
+    assert passes.forward.wait[2] > 0
+    assert passes.forward.wait[4] == passes.backward.wait[4] == 0
+    assert passes.forward.host[4] == passes.forward.host[2]
+
+
 def test_context_parallelism_without_overlap_moves_all_heads():
     model = published("llama3 8b")
     assert model is not None

@@ -44,7 +44,7 @@ def test_a_variant_has_the_posterior_of_its_base_and_a_file_of_its_own_none(tmp_
     file = tmp_path / "mine.yaml"
     file.write_text("base: h200-4\nnode_devices: 2\n")
     assert base_name(file) == "h100"
-    alone = tmp_path / "alone.yaml"
+    alone = tmp_path / "a100.yaml"  # the name is no reason to share constants
     alone.write_text(
         "peak_flops: {bf16: 1e+14}\nmemory_bytes: 1e+10\nmemory_bandwidth: 1e+12\nnode_devices: 8\nintra_bandwidth: 1e+11\n"
         "inter_bandwidth: 1e+10\n"
@@ -84,6 +84,10 @@ def test_what_no_row_has_is_counted_from_the_rows():
     assert posterior.missing(MIXTURE, layouts) == ["experts", "expert parallelism"]
     trained = replace(posterior, features={**posterior.features, "experts": 3})
     assert trained.missing(MIXTURE, layouts) == ["expert parallelism"]
+    sentence = posterior.unmeasured(MIXTURE, layouts)
+    assert "none of the 42 measured steps" in sentence
+    assert "has: experts, expert parallelism;" in sentence
+    assert posterior.unmeasured(DENSE, layouts[1:]) == ""
     [ascend] = read_devices(["ascend-910b"])
     rows = [row for row in ascend.rows if row.architecture and row.layout]
     counted = sum(features_of(row.architecture, row.layout)["tensor parallelism"] for row in rows)  # type: ignore[arg-type]
@@ -95,15 +99,20 @@ def test_what_no_row_has_is_counted_from_the_rows():
     )  # type: ignore[union-attr]
 
 
-def test_the_shipped_file_is_what_the_tables_say():
-    [ascend] = read_devices(["ascend-910b"])
-    fitted, shipped = ascend.posterior(), load_posterior("ascend-910b")
+@pytest.mark.parametrize("name", ["a100", "h100", "b200", "ascend-910b"])
+def test_the_shipped_file_is_what_the_tables_say(name):
+    [device] = read_devices([name])
+    fitted, shipped = device.posterior(), load_posterior(name)
     assert shipped
     assert fitted.names == shipped.names
     assert fitted.features == shipped.features
     assert shipped.mean == pytest.approx(fitted.mean, abs=0.02)
     assert shipped.covariance == pytest.approx(fitted.covariance, rel=0.05, abs=0.002)
-    # without its rows nothing but the prior is left, so these rows are what narrows a constant
+
+
+def test_rows_narrow_what_they_determine_and_nothing_else():
+    shipped = load_posterior("ascend-910b")
+    assert shipped
     assert shipped.known_from_rows("matmul_share") > 0.4
     assert shipped.known_from_rows("inter_share") < 0.2
 

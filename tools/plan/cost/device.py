@@ -126,7 +126,7 @@ def load_device(name: str | Path) -> Device:
 
 
 def base_name(name: str | Path) -> str:
-    """Return the device whose constants a variant shares: the last of its chain of bases.
+    """Return the shipped device whose constants a variant shares, the last of its chain of bases; empty: it has none.
 
     Raises:
         BadInputError: There is no such device.
@@ -137,7 +137,7 @@ def base_name(name: str | Path) -> str:
         file = _by_name(str(name)) or file
     base = read_mapping(file).get("base")
     if not base:
-        return file.stem
+        return file.stem if file.parent == FOLDER else ""
     beside = file.parent / f"{base}.yaml"
     return base_name(beside if beside.is_file() else FOLDER / beside.name)
 

@@ -30,8 +30,7 @@ measured it."""
 RUN = 0.07
 """Spread of a run's own factor, by the runs that ran out of memory in layout_sweeps."""
 
-GRAPH_RUN = 0.02
-"""The same for this package's step."""
+GRAPH_RUN = 0.02  # the same for this package's step
 
 
 def room(peak_bytes: Floats | float, memory_bytes: float) -> Floats:

@@ -82,14 +82,14 @@ class Posterior:
 
     def missing(self, architecture: Architecture, layouts: list[Layout]) -> list[str]:
         """Return the features of these layouts that no row behind the constants has."""
-        needed = {
-            name for x in layouts for name, yes in features_of(architecture, x).items() if yes
-        }
-        return [
-            name
-            for name in features_of(architecture, layouts[0])
-            if name in needed and not self.features.get(name)
-        ]
+        kinds = [features_of(architecture, x) for x in layouts]
+        return [n for n in kinds[0] if any(k[n] for k in kinds) and not self.features.get(n)]
+
+    def unmeasured(self, architecture: Architecture, layouts: list[Layout]) -> str:
+        """Return `missing` as a sentence; empty: nothing is."""
+        lacking = ", ".join(self.missing(architecture, layouts))
+        head = f"none of the {self.features['rows']} measured steps behind these constants has: "
+        return lacking and f"{head}{lacking}; there the constants are priors, not measurements"
 
 
 def _top(name: str) -> float:

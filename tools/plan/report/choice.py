@@ -114,8 +114,7 @@ def sampled(
 
 def regret(times: Floats, chosen: NDArray[Any] | int) -> float:
     """Return the expected regret of a choice, one for all draws or one for each; `times` are logarithms, [draws, n]."""
-    columns: NDArray[np.int64] = np.zeros(len(times), dtype=np.int64) + chosen
-    picked = times[np.arange(len(times)), columns]
+    picked = times[np.arange(len(times)), np.zeros(len(times), dtype=np.int64) + chosen]
     excess: Floats = np.exp(picked - times.min(axis=1)) - 1
     return float(excess.mean())
 
@@ -215,17 +214,16 @@ def choice(
             {"what": name, "regret_left": remaining}
             for name, remaining in measurements(times[:, shown], possible(a, compared, times[:, shown], devices))
         ],
-        "rows": posterior.features.get("rows", 0),
         "no_row_has": posterior.missing(a, compared),
+        "unmeasured": posterior.unmeasured(a, compared),
     }  # fmt: skip
 
 
 def lines(data: dict[str, Any]) -> list[str]:
     """Return what `choice` says, as text."""
-    regret_first = data["layouts"][0]["regret"]
     out = [
         f"which of {data['considered']} layouts is fastest, by the posterior of the device's constants (90 % intervals); the first to try has an "
-        f"expected regret of {regret_first:.1%}:"
+        f"expected regret of {data['layouts'][0]['regret']:.1%}:"
     ]
     for i, x in enumerate(data["layouts"], 1):
         out.append(
@@ -235,9 +233,4 @@ def lines(data: dict[str, Any]) -> list[str]:
     if data["measure"]:
         out.append("what to measure, and the regret that is left after each:")
         out += [f"  {m['what']}: {m['regret_left']:.1%}" for m in data["measure"]]
-    if data["no_row_has"]:
-        out.append(
-            f"none of the {data['rows']} measured steps behind these constants has: {', '.join(data['no_row_has'])}; "
-            "there the constants are priors, not measurements"
-        )
-    return out
+    return [*out, data["unmeasured"]] if data["unmeasured"] else out
