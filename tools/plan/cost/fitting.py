@@ -4,10 +4,10 @@ A run needs what is predicted times a factor of its software stack, for fragment
 kernels keep, times one of its own. `python -m benchmarks.plan_published.fits` judges published runs by it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
 
 from telechat_moe.tools.plan.cost.columns import Floats
 
@@ -42,7 +42,10 @@ def probability_to_fit(
     log_room: Floats | float, mean: Floats | float, spread: float, run: float = RUN
 ) -> Floats:
     """Return the probability that a run with this `room` fits, if its stack's factor has this mean and spread."""
-    return np.asarray(ndtr((log_room - mean) / np.hypot(spread, run)), dtype=np.float64)
+    deviations = np.asarray((mean - log_room) / np.hypot(spread, run) / math.sqrt(2))
+    return (
+        np.vectorize(math.erfc, otypes=[float])(deviations) / 2
+    )  # no scipy: the planner loads none
 
 
 def probability_of_graph(peak_bytes: float, memory_bytes: float) -> float:
