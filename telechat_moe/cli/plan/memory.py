@@ -13,6 +13,7 @@ from telechat_moe.units import parse_size
 def run(args: argparse.Namespace) -> int:
     """Predict, print; return the exit code."""
     from telechat_moe.tools.plan.cost.device import load_device
+    from telechat_moe.tools.plan.cost.posterior import load_posterior
     from telechat_moe.tools.plan.report import memory
 
     margin = memory.MARGIN if args.margin is None else args.margin
@@ -33,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"Probability to fit: {forecast.probability:.0%} (assumed ranges of fragmentation and buffers: docs/plan_memory.md)."
     )
+    posterior, step = load_posterior(args.device), forecast.step
+    if sentence := posterior and posterior.unmeasured(step.architecture, [step.layout]):
+        print(f"Times: {sentence}.")
     for table in memory.tables(forecast):
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
