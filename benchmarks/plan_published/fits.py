@@ -20,7 +20,7 @@ from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import load_device
-from telechat_moe.tools.plan.cost.fitting import STACK, probability_to_fit, room
+from telechat_moe.tools.plan.cost.fitting import STACK_MEAN, STACK_SPREAD, probability_to_fit, room
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.tools.plan.cost.step import evaluate
 
@@ -44,7 +44,7 @@ def learned(rooms: Floats, finished: Floats) -> Floats:
     """Return the probabilities of a stack's factor on `GRID` after runs that finished (1) or ran out of memory (0)."""
     fit = probability_to_fit(rooms[:, None], GRID[None], 0.0)
     likelihood = np.log(np.where(finished[:, None] > 0, fit, 1 - fit) + 1e-6).sum(axis=0)
-    prior = -((GRID - STACK.mean) ** 2) / (2 * STACK.spread**2)
+    prior = -((GRID - STACK_MEAN) ** 2) / (2 * STACK_SPREAD**2)
     weights = np.exp(likelihood + prior - (likelihood + prior).max())
     return weights / weights.sum()
 

@@ -7,9 +7,10 @@ from benchmarks.plan_published.fits import GRID, learned
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.fitting import (
+    GRAPH_MEAN,
     GRAPH_RUN,
-    OWN_GRAPH,
-    STACK,
+    GRAPH_SPREAD,
+    STACK_MEAN,
     probability_of_graph,
     probability_to_fit,
     room,
@@ -20,9 +21,9 @@ from telechat_moe.units import GIB
 
 
 def test_half_at_the_mean_need_and_less_with_less_memory():
-    mean = np.exp(OWN_GRAPH.mean)
+    mean = np.exp(GRAPH_MEAN)
     assert probability_of_graph(40 * GIB, 40 * GIB * mean) == pytest.approx(0.5)
-    spread = np.hypot(OWN_GRAPH.spread, GRAPH_RUN)
+    spread = np.hypot(GRAPH_SPREAD, GRAPH_RUN)
     assert probability_of_graph(40 * GIB, 40 * GIB * mean * np.exp(spread)) == pytest.approx(
         0.8413, abs=1e-3
     )
@@ -35,7 +36,7 @@ def test_half_at_the_mean_need_and_less_with_less_memory():
 
 def test_runs_of_a_stack_narrow_its_factor():
     nothing = learned(np.array([]), np.array([]))
-    assert GRID @ nothing == pytest.approx(STACK.mean, abs=0.01)
+    assert GRID @ nothing == pytest.approx(STACK_MEAN, abs=0.01)
     # runs finish with a quarter of the memory to spare and end with a fifth
     ended = learned(np.log([1.2] * 9 + [1.33] * 9), np.array([0.0] * 9 + [1.0] * 9))
     assert np.log(1.2) < GRID @ ended < np.log(1.33)

@@ -5,25 +5,15 @@ kernels keep, times one of its own. `python -m benchmarks.plan_published.fits` j
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Floats
 
+STACK_MEAN, STACK_SPREAD = 0.08, 0.15
+"""Logarithm of need over prediction, and its standard deviation, of a published stack of which no run is known."""
 
-@dataclass(frozen=True)
-class MemoryFactor:
-    """Mean and standard deviation of the logarithm of need over prediction."""
-
-    mean: float
-    spread: float
-
-
-STACK = MemoryFactor(0.08, 0.15)
-"""The factor of a published stack of which no run is known."""
-
-OWN_GRAPH = MemoryFactor(0.05, 0.04)
+GRAPH_MEAN, GRAPH_SPREAD = 0.05, 0.04
 """That of this package's step, whose compiled peaks are predicted within 1 %: fragmentation, and buffers beyond those reserved. Assumed: no NPU has
 measured it."""
 
@@ -51,4 +41,4 @@ def probability_to_fit(
 def probability_of_graph(peak_bytes: float, memory_bytes: float) -> float:
     """Return the probability that a step of this package fits in what it may use of a device."""
     log_room = room(peak_bytes, memory_bytes)
-    return float(probability_to_fit(log_room, OWN_GRAPH.mean, OWN_GRAPH.spread, GRAPH_RUN))
+    return float(probability_to_fit(log_room, GRAPH_MEAN, GRAPH_SPREAD, GRAPH_RUN))

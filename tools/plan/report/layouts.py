@@ -12,6 +12,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.expert_exchange import choices, told
 from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.report import choice
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import PlacedLayout, SearchResult
 from telechat_moe.tools.plan.search.space import describe
@@ -240,6 +241,7 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
         "<h2>Fastest layouts</h2>",
         html.table(*ranked(data)),
         *map(_fastest, data["layouts"][:1]),
+        html.tag("pre", "\n".join(choice.lines(data["choice"]))) if data.get("choice") else "",
         "<h2>Why not the others</h2>",
         html.tag("p", counts(data)),
         html.details(reasons, html.tag("pre", "\n".join(shown))),
