@@ -115,9 +115,9 @@ CLEAN = [
         for more in ({}, _ADAMW)
     ),
     *(
-        Pair("Megatron-Core, layout", *_with(pair, more))
+        Pair("Megatron-Core, layout", *_with(pair, settings))
         for pair in permutations(_DATA, 2)
-        for more in ({}, _ADAMW)
+        for settings in ({}, _ADAMW)
     ),
 ]
 SINGLE = [

@@ -213,10 +213,8 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
     debugger = PrecisionDebugger(config_path=str(config))
     for step in range(run.steps):
         debugger.start(model=model)
-        own = batches[step * run.micro_batches :][: run.micro_batches]
-        own = own[rank :: run.ranks] if run.split else own
-        for batch in own:
-            (model(**batch).loss / len(own)).backward()
+        for batch in (step_batches := _batches(run, step, rank, batches)):
+            (model(**batch).loss / len(step_batches)).backward()
         if not run.optimizer:
             debugger.stop()
         elif megatron:
@@ -225,6 +223,12 @@ def _train(folder: Path, run: TorchRun, rank: int, meeting: Path) -> None:
         update.zero_grad()
         debugger.stop()
         debugger.step()
+
+
+def _batches(run: TorchRun, step: int, rank: int, batches: list[Any]) -> list[Any]:
+    """Return the micro-batches that a process has in a step."""
+    batches = batches[step * run.micro_batches :][: run.micro_batches]
+    return batches[rank :: run.ranks] if run.split else batches
 
 
 def _optimizer(run: TorchRun, weights: Any) -> Any:

@@ -101,15 +101,15 @@ def experts(chosen, batches, ranks=1, loss=1.0, term=None):
             ]).astype(np.float32)  # fmt: skip
             for j, e in enumerate(chosen[rank]):
                 weight = np.random.default_rng(100 + e).standard_normal((16, 8)).astype(np.float32)
-                own = tokens[tokens[:, e] > 0]
-                out = own @ weight.T
-                calls.append(call("Functional.linear", 9 * i + j + 1, [record(own), record(weight)], out))  # fmt: skip
+                chosen_rows = tokens[tokens[:, e] > 0]
+                out = chosen_rows @ weight.T
+                calls.append(call("Functional.linear", 9 * i + j + 1, [record(chosen_rows), record(weight)], out))  # fmt: skip
                 calls.append(call("Tensor.sigmoid", 9 * i + j, [record(out)], 1 / (1 + np.exp(-out))))  # fmt: skip
             gradient = np.float32(loss) * x
             if term:
-                more = term * np.flip(x)
-                calls.append(call("Tensor.add", i, [record(gradient), record(more)], gradient + more))  # fmt: skip
-                gradient = gradient + more
+                addend = term * np.flip(x)
+                calls.append(call("Tensor.add", i, [record(gradient), record(addend)], gradient + addend))  # fmt: skip
+                gradient = gradient + addend
             backward = call("Functional.linear", 9 * i, [record(gradient)], gradient @ w, Phase.BACKWARD)  # fmt: skip
             calls.append(replace(backward, outputs=[*backward.outputs, record(gradient.T @ x)]))
         dumps[0, rank] = RankDump(0, rank, "pytorch", "tensor", "L1", {c.key: c for c in calls})
@@ -157,9 +157,9 @@ def test_a_gradient_with_another_term_is_not_the_reference_s(runs, verdict):
 def tokens(ids, start=0):
     """A run on two ranks that embeds tokens, of which one rank may have the words from ``start`` on."""
     table = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
-    own = np.where(ids >= start, ids - start, 0)
-    rows = table[start:][own]
-    calls = [call("Functional.embedding", 0, [record(own), record(table[start:])], rows)]
+    index = np.where(ids >= start, ids - start, 0)
+    rows = table[start:][index]
+    calls = [call("Functional.embedding", 0, [record(index), record(table[start:])], rows)]
     calls += [call("Tensor.abs", i, [record(rows)], np.abs(rows)) for i in range(40)]
     calls += [call("Tensor.ge", 0, [record(ids), Scalar("int", start)], ids >= start)] * (start > 0)
     calls.append(call("Tensor.abs", 0, [record(rows)], rows, Phase.BACKWARD))
@@ -172,10 +172,10 @@ def tokens(ids, start=0):
 def test_tokens_are_the_reference_s_but_for_where_a_shard_begins():
     ids = np.arange(12) + 1
     wrong = np.where(ids == 9, 12, ids)
-    for data, start, kept in ((ids, 4, ids - 4), (wrong, 4, None)):
+    for data, start, expected in ((ids, 4, ids - 4), (wrong, 4, None)):
         cut = in_shards(tokens(ids), tokens(data, start)).ranks[0, 0].calls
-        index = cut["Functional.embedding.0.forward"].inputs[0].load()
-        if kept is not None:
-            assert np.array_equal(index, np.maximum(kept, 0))
+        indices = cut["Functional.embedding.0.forward"].inputs[0].load()
+        if expected is not None:
+            assert np.array_equal(indices, np.maximum(expected, 0))
         else:
-            assert np.array_equal(index, ids)
+            assert np.array_equal(indices, ids)

@@ -201,14 +201,14 @@ def gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> 
     limit = _limit(sharded, target)
     for cut, dump in zip(sharded, target, strict=True):
         flow = DataFlow(dump)
-        taken = {flow.content.get((c.key, p)) for c in dump.calls.values() for p, _ in c.given()}
+        inputs = {flow.content.get((c.key, p)) for c in dump.calls.values() for p, _ in c.given()}
         backward = [i for k, i in flow.order.items() if dump.calls[k].phase is Phase.BACKWARD]
         for key, order in flow.order.items():
             call, golden = dump.calls[key], dict(cut.calls[key].tensors())
             gradient = key in flow.late or call.phase is Phase.BACKWARD
             for _, place, far in _distances(call, cut.calls[key]) if gradient else ():
                 if place.startswith("output"):
-                    end = flow.content.get((key, place)) not in taken
+                    end = flow.content.get((key, place)) not in inputs
                 else:
                     end = order > max(backward) and not is_exchange(call)
                 value, right = (
@@ -219,9 +219,11 @@ def gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> 
                 if far <= limit or not end or (scaled and _may_scale(call, place)):
                     continue
                 text = f"{place} is no shard or term of the reference's (mean difference {far:.2g})"
-                for made in flow.sources_of((key, place)):
-                    if is_own(cut.calls[made[0]], dump.calls[made[0]]):  # only the target makes it
-                        (key, place), order = made, flow.order[made[0]]
+                for source in flow.sources_of((key, place)):
+                    if is_own(
+                        cut.calls[source[0]], dump.calls[source[0]]
+                    ):  # only the target makes it
+                        (key, place), order = source, flow.order[source[0]]
                         call = dump.calls[key]
                         break
                 verdict = Verdict(key, place, "diverged", far / limit, text, elements=value.size)
@@ -278,9 +280,9 @@ def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call
         for run, of_rank in zip(reference, matches, strict=True):
             best = max(of_rank, key=lambda m: m[0])
             for share, pairs in of_rank:
-                same = share is best[0] and share >= largest - NEAR
+                best_block = share is best[0] and share >= largest - NEAR
                 for key, mate in pairs.items():
-                    if not same and not _other_rows(dump.calls[key], mate):
+                    if not best_block and not _other_rows(dump.calls[key], mate):
                         continue
                     mates.setdefault(key, []).append(mate)
                     mate_backward, own_backward = backward_key(mate.key), backward_key(key)
@@ -437,12 +439,12 @@ def _rows(x: Array, mates: list[Array]) -> Iterator[Array]:
     """Yield what a tensor should be by the rows of others, each by the one that is most like it, in any order."""
     if not mates:
         return
-    rows, known = (y.reshape(len(y), -1).astype(np.float64) for y in (x, np.concatenate(mates)))
+    rows, pool = (y.reshape(len(y), -1).astype(np.float64) for y in (x, np.concatenate(mates)))
     direction = np.random.default_rng(0).standard_normal(rows.shape[1])
-    order = np.argsort(known @ direction)
-    after = np.searchsorted((known @ direction)[order], rows @ direction)
+    order = np.argsort(pool @ direction)
+    after = np.searchsorted((pool @ direction)[order], rows @ direction)
     nearest = [order[np.clip(after + step, 0, len(order) - 1)] for step in (-1, 0)]
-    off = [np.abs(known[i] - rows).sum(1) for i in nearest]
+    off = [np.abs(pool[i] - rows).sum(1) for i in nearest]
     chosen = np.where(off[0] <= off[1], nearest[0], nearest[1])
     yield np.concatenate(mates)[chosen].reshape(x.shape)
 
