@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import cached_property
 from itertools import product, takewhile
 from typing import Any
 
@@ -274,8 +275,9 @@ def _agree(call: Call, cut: Call) -> tuple[bool, bool]:
 def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call]]:
     """Return for each call of a rank its counterparts on the ranks of the reference that computed the same."""
     mates: dict[str, list[Call]] = {}
+    blocks = [_blocks(run) for run in reference]
     for part in _blocks(dump):
-        matches = [[_matched(b, part) for b in _blocks(r)] for r in reference]
+        matches = [[_matched(b, part) for b in of_rank] for of_rank in blocks]
         largest = max(share for of_rank in matches for share, _ in of_rank)
         for run, of_rank in zip(reference, matches, strict=True):
             best = max(of_rank, key=lambda m: m[0])
@@ -300,18 +302,33 @@ def _other_rows(call: Call, mate: Call) -> bool:
     )
 
 
-def _blocks(dump: RankDump) -> list[list[Call]]:
+class _Block(list[Call]):
+    """Calls that belong together."""
+
+    @cached_property
+    def taken_once(self) -> dict[tuple[str, str, bytes], int]:
+        """The call that takes a tensor, rounded to bfloat16, by its operator, place and content, where it is the only one."""
+        takers: dict[tuple[str, str, bytes], list[int]] = {}
+        for i, call in enumerate(self):
+            for place, record in call.given():
+                if is_float(record.dtype) and record.read and math.prod(record.shape) >= _MOST:
+                    mark = digest(round_to(record.load().astype(np.float32), "bfloat16"))
+                    takers.setdefault((call.name, place, mark), []).append(i)
+        return {mark: indices[0] for mark, indices in takers.items() if len(indices) == 1}
+
+
+def _blocks(dump: RankDump) -> list[_Block]:
     """Return the forward calls between backward calls: those of a micro-batch, or what follows the last one."""
-    blocks: list[list[Call]] = [[]]
+    blocks = [_Block()]
     for call in dump.calls.values():
         if call.phase is Phase.BACKWARD:
-            blocks += [[]] if blocks[-1] else []
+            blocks += [_Block()] if blocks[-1] else []
         elif call.phase is Phase.FORWARD and call.kind == "api" and not is_exchange(call):
             blocks[-1].append(call)
     return blocks
 
 
-def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str, Call]]:
+def _matched(reference: _Block, target: _Block) -> tuple[float, dict[str, Call]]:
     """Return how far two sequences of calls agree, from 0 to 1, and the counterparts of the target's calls."""
     names = [[c.name for c in calls] for calls in (target, reference)]
     pairs = {c.key: mate for c, mate in zip(target, reference, strict=False)}
@@ -332,10 +349,10 @@ def _matched(reference: list[Call], target: list[Call]) -> tuple[float, dict[str
     return alike / max(1, count), pairs
 
 
-def _around_equals(reference: list[Call], target: list[Call]) -> dict[str, Call]:
+def _around_equals(reference: _Block, target: _Block) -> dict[str, Call]:
     """Return the counterparts of calls that take a tensor, such as a weight, that one call takes in each run, and of those around them."""
-    places = [_taken_once(calls) for calls in (target, reference)]
-    anchors = sorted((i, places[1][mark]) for mark, i in places[0].items() if mark in places[1])
+    mates = reference.taken_once
+    anchors = sorted((i, mates[mark]) for mark, i in target.taken_once.items() if mark in mates)
     pairs: dict[int, int] = {}
     partners = set[int]()
     for step in (0, 1, -1):
@@ -348,17 +365,6 @@ def _around_equals(reference: list[Call], target: list[Call]) -> dict[str, Call]
                 partners.add(b)
                 a, b = (a + step, b + step) if step else (-1, -1)
     return {target[a].key: reference[b] for a, b in pairs.items()}
-
-
-def _taken_once(calls: list[Call]) -> dict[tuple[str, str, bytes], int]:
-    """Return the call that takes a tensor, rounded to bfloat16, by its operator, place and content, where it is the only one."""
-    takers: dict[tuple[str, str, bytes], list[int]] = {}
-    for i, call in enumerate(calls):
-        for place, record in call.given():
-            if is_float(record.dtype) and record.read and math.prod(record.shape) >= _MOST:
-                mark = digest(round_to(record.load().astype(np.float32), "bfloat16"))
-                takers.setdefault((call.name, place, mark), []).append(i)
-    return {mark: indices[0] for mark, indices in takers.items() if len(indices) == 1}
 
 
 def _cut(
