@@ -10,6 +10,7 @@ import time
 
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem
+from telechat_moe.tools.plan.search.search import GAP
 
 MS = 10**9
 """Picoseconds."""
@@ -51,14 +52,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for each")
     args = parser.parse_args()
     for shape in SHAPES:
-        inner, began = PlacementSearch(problem(*shape), PathPool()), time.process_time()
-        answer = inner.solve(math.inf, nodes=10**9, until=time.perf_counter() + args.limit)
+        p = problem(*shape)
+        inner, began = PlacementSearch(p, PathPool(p.pipeline)), time.process_time()
+        answer = inner.solve(math.inf, GAP, time.perf_counter() + args.limit)
         took = time.process_time() - began
         stages, chunks, micro_batches, layers = shape
-        print(
-            f"P{stages} V{chunks} m{micro_batches}, {layers} layers: {took:.2f} s, {answer.nodes:,} boxes, ",
-            end="",
-        )
+        print(f"P{stages} V{chunks} m{micro_batches}, {layers} layers: {took:.2f} s, ", end="")
         if answer.best:
             gap = answer.best.seconds / answer.bound - 1 if answer.bound else math.inf
             print(f"step {answer.best.seconds:.4f} s, gap {max(gap, 0):.2%}")

@@ -1,6 +1,6 @@
 """The inner problem as an integer program, for solvers that others wrote: CP-SAT (extra `plan`) and HiGHS (scipy).
 
-Used to cross-check the planner (`tools/plan/search/placement.py`), which needs neither and shares no bound with this file. One program for each way to put the layers of the
+Used to cross-check the planner (`tools/plan/search/placement.py`), whose programs have paths for rows and share no row of time with this file. One program for each way to put the layers of the
 smaller kind. Integers n, r, q of every chunk: layers of the larger kind, recomputed ones of both; e: end of every operation.
 
     minimise   makespan + rest
@@ -12,12 +12,13 @@ smaller kind. Integers n, r, q of every chunk: layers of the larger kind, recomp
 What the longest stage hides of the reduction is not convex; programs are for problems without (`exposed` 1 or `late` 0).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.search.placement import PS, PathPool, PlacementSearch
+from telechat_moe.tools.plan.search.placement import PS
 from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem
 
 
@@ -131,6 +132,27 @@ class _Rows:
         self.add(step, -(p.tail.base + p.tail.start) / PS)
 
 
+def structures(p: PlacementProblem) -> Iterator[tuple[int, ...]]:
+    """Yield every way to put the layers of the smaller kind into chunks: how many each has."""
+    if len(p.layers) == 1:
+        yield (0,) * p.number
+        return
+    order = range(p.number) if p.bulk else range(p.number - 1, -1, -1)
+
+    def put(left: int, chunks: list[int], counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if not left or not chunks:
+            if not left:
+                whole = counts + (0,) * len(chunks)
+                yield whole if p.bulk else whole[::-1]
+            return
+        chunk, *behind = chunks
+        fewest = 0 if chunk in (0, p.number - 1) else 1
+        for count in range(fewest, min(left, int(p.highest[chunk])) + 1):
+            yield from put(left - count, behind, (*counts, count))
+
+    yield from put(p.layers[1 - p.bulk].count, list(order), ())
+
+
 def _program(p: PlacementProblem, structure: tuple[int, ...]) -> _Program:
     """Return the program of a structure."""
     if p.tail.exposed < 1.0:
@@ -157,7 +179,7 @@ def highs(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     best, bound, proven = None, np.inf, True
-    for structure in PlacementSearch(p, PathPool()).structures():
+    for structure in structures(p):
         m = _program(p, structure)
         # in ps and bytes it calls feasible programs infeasible
         size = np.where(np.arange(len(m.cost)) < m.whole, 1.0, np.abs(m.rows).max())
@@ -195,7 +217,7 @@ def cp_sat(p: PlacementProblem, limit_s: float = 30.0) -> Crossed:
     sends = 2 * p.number * p.micro_batches * p.send
     far = int(p.micro_batches * work + sends)  # one operation after the other
     far += int(p.stage_weights.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
-    for structure in PlacementSearch(p, PathPool()).structures():
+    for structure in structures(p):
         m, model = _program(p, structure), cp_model.CpModel()
         x = [
             model.new_int_var(int(low), far if np.isinf(high) else int(max(low, high)), "")

@@ -1,26 +1,27 @@
 """What recipes cannot say, as the planner searches it: against every layout and placement, and by hand."""
 
-import json
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from every_placement import everything
 
-from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.check_certificate import check
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import chunk_times, simulate_step
 from telechat_moe.tools.plan.cost.step import evaluate
-from telechat_moe.tools.plan.search.certify import certificate
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments, settings
-from telechat_moe.tools.plan.search.search import search, usable
+from telechat_moe.tools.plan.search.search import GAP, search, usable
 from telechat_moe.tools.plan.search.space import Space
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+CLOSE = 2e-4
+"""Gap to which these searches go on."""
+
 NO_V = {"schedule": (0, 1)}
 
 
@@ -61,10 +62,11 @@ def test_every_layout_and_placement_scored(
 
 def _agree(a: Architecture, space: Space, device: Device) -> None:
     """Compare the search with every placement, its step simulated."""
-    plan = search(a, space, device, top=1)
+    plan = search(a, space, device, top=1, tolerance=CLOSE)
     fits, best = everything(a, space, device)
     assert 0 < fits.sum() < len(fits)
-    assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
+    assert plan.best[0].step_s == pytest.approx(best, rel=CLOSE)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
     assert plan.optimal
 
 
@@ -97,7 +99,7 @@ def _step(a: Architecture, space: Space, device: Device) -> float:
 def test_more_choices_or_a_faster_host_link_never_hurt() -> None:
     a, space, device = _tight()
     links = [_step(a, space, replace(device, host_bandwidth=b)) for b in (1e9, 16e9, 64e9)]
-    assert links == sorted(links, reverse=True)
+    assert all(b <= a * (1 + GAP) for a, b in itertools.pairwise(links))
     assert links[-1] < links[0]
     free = links[-1]
     fast = replace(device, host_bandwidth=64e9)
@@ -105,27 +107,8 @@ def test_more_choices_or_a_faster_host_link_never_hurt() -> None:
     recipes = {"ends": (0,), "policy": (0, 1, 2), "zero": (0, 1)}
     fixed = [*({name: value} for name, value in recipes.items()), recipes]
     steps = [_step(a, replace(space, fixed=NO_V | one), fast) for one in fixed]
-    assert all(free <= step * (1 + 1e-9) <= narrow * (1 + 1e-8) for step in steps)
-    assert steps[-1] == pytest.approx(narrow, rel=1e-9)
-
-
-def test_certificate_is_checked() -> None:
-    a, base = _small()
-    device = _device(29.0)
-    fixed = NO_V | {"tp": (2,), "ep": (4, 8), "micro_batch": (1,)}
-    space = Space(
-        devices=8, global_batch=8, base=base, most_vpp=2, beyond_recipes=True, fixed=fixed
-    )
-    plan = search(a, space, device, top=1)
-    stated = json.loads(json.dumps(certificate(plan)))
-    assert f"{len(plan.rows):,} configurations, gap 0.000%" in check(stated)
-    names = stated["columns"]
-    closed = [row for row in stated["configurations"] if "mtp-before" in row[1]]
-    assert closed
-    for row in closed:  # opening the last chunk to layers is another statement, which is not proven
-        assert stated["lists"][row[2][names.index("highest")]][-1] == 0
-    with pytest.raises(UsageError, match="schedule=1f1b,interleaved"):
-        certificate(search(a, replace(space, fixed={"pp": (2,)}), device, top=1, limit_s=1.0))
+    assert all(free <= step * (1 + GAP) <= narrow * (1 + 3 * GAP) for step in steps)
+    assert steps[-1] == pytest.approx(narrow, rel=GAP)
 
 
 def test_swap_by_hand() -> None:

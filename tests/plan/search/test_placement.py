@@ -14,7 +14,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import OpKind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
-from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementAnswer, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import LayerGroup, PlacementProblem, StepTail
 
 MS = 10**9
@@ -232,9 +232,22 @@ def steps_of(p: PlacementProblem) -> dict[Placement, float | None]:
     return {way: float(s) if ok else None for way, s, ok in zip(ways, step, fits, strict=True)}
 
 
+GAP = 1e-3
+
+
+def solved(p: PlacementProblem) -> PlacementAnswer:
+    """Return what is proven of a problem without a step to beat."""
+    return PlacementSearch(p, PathPool(p.pipeline)).solve(math.inf, GAP)
+
+
+def is_closed(answer: PlacementAnswer) -> bool:
+    """Return whether the bound proves the best placement within the gap."""
+    return answer.best is not None and answer.bound >= answer.best.seconds / (1 + GAP) * (1 - 1e-9)
+
+
 def agree(p: PlacementProblem, rng: random.Random) -> bool:
     """Compare one instance with brute force; return whether it was closed."""
-    answer = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
+    answer = solved(p)
     all_steps = steps_of(p)
     for one in rng.sample(sorted(all_steps), min(3, len(all_steps))):
         step = scored(p, *one)
@@ -243,22 +256,24 @@ def agree(p: PlacementProblem, rng: random.Random) -> bool:
     if not steps:
         assert answer.best is None
         return False
-    assert answer.best is not None
+    assert answer.bound <= min(steps) * (1 + 1e-9)
+    if answer.best is None:
+        return False
     assert answer.best.seconds == pytest.approx(
         scored(p, answer.best.layers, answer.best.recomputed), rel=1e-9
     )
-    assert answer.bound <= min(steps) * (1 + 1e-9)
     assert answer.best.seconds >= min(steps) * (1 - 1e-9)
-    if answer.bound >= answer.best.seconds * (1 - 1e-6):
-        assert answer.best.seconds == pytest.approx(min(steps), rel=1e-6)
-        return True
-    return False
+    if is_closed(answer):
+        assert answer.best.seconds <= min(steps) * (1 + GAP)
+    return is_closed(answer)
 
 
 def test_brute_force_agrees() -> None:
     rng = random.Random(7)
-    closed = sum(agree(random_problem(rng), rng) for _ in range(300))
-    assert closed > 150
+    problems = [random_problem(rng) for _ in range(60)]
+    possible = sum(any(s is not None for s in steps_of(p).values()) for p in problems)
+    assert possible > 30
+    assert sum(agree(p, rng) for p in problems) >= 0.95 * possible
 
 
 def relaxed(p: PlacementProblem, rng: random.Random) -> Iterator[PlacementProblem]:
@@ -291,53 +306,37 @@ def relaxed(p: PlacementProblem, rng: random.Random) -> Iterator[PlacementProble
 
 def test_more_of_anything_never_hurts() -> None:
     rng, fewer = random.Random(5), 0
-    for _ in range(20):
+    for _ in range(5):
         p = random_problem(rng, hidden=rng.random() < 0.5)
-        before = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
+        before = solved(p)
         for q in relaxed(p, rng):
-            after = PlacementSearch(q, PathPool()).solve(math.inf, nodes=4000)
+            after = solved(q)
             least = math.inf if before.best is None else before.best.seconds
             assert after.bound <= least * (1 + 1e-6)
-            if after.best and after.bound >= after.best.seconds * (1 - 1e-6):
-                assert after.best.seconds <= least * (1 + 1e-6)
-                fewer += after.best.seconds < least * (1 - 1e-3)
-    assert fewer > 40
+            if after.best and is_closed(after):
+                assert after.best.seconds <= least * (1 + GAP)
+                fewer += after.best.seconds < least * (1 - 2 * GAP)
+    assert fewer > 10
 
 
-def test_trees_prove_what_is_said() -> None:
-    """What was found, followed box by box; a bound above the best step is not proven by it."""
-    rng, closed = random.Random(8), 0
-    for _ in range(40):
-        placements = PlacementSearch(random_problem(rng), PathPool())
-        answer = placements.solve(math.inf, nodes=4000)
-        if answer.best is None or answer.bound < answer.best.seconds * (1 - 1e-6):
-            continue
-        assert placements.proves(answer.tree, answer.bound * (1 - 1e-9))
-        assert not placements.proves(answer.tree, answer.best.seconds * (1 + 1e-3))
-        closed += 1
-    assert closed > 20
-
-
-def test_a_search_goes_on_where_it_ended() -> None:
-    rng = random.Random(9)
-    for _ in range(20):
+def test_a_target_below_the_best_is_proven_and_one_above_is_not() -> None:
+    rng, checked = random.Random(8), 0
+    for _ in range(30):
         p = random_problem(rng)
-        uninterrupted, parts = (
-            PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000),
-            PlacementSearch(p, PathPool()),
-        )
-        bounds = [parts.solve(math.inf, nodes=2).bound for _ in range(60)]
-        last = parts.solve(math.inf, nodes=4000)
-        assert bounds == sorted(bounds)
-        if uninterrupted.best is None:
-            assert last.best is None
+        steps = [s for s in steps_of(p).values() if s is not None]
+        if not steps:
             continue
-        assert last.best is not None
-        assert last.best.seconds == pytest.approx(uninterrupted.best.seconds, rel=1e-6)
+        least = min(steps)
+        below = PlacementSearch(p, PathPool(p.pipeline)).solve(0.99 * least, GAP)
+        assert below.bound <= 0.99 * least
+        above = PlacementSearch(p, PathPool(p.pipeline)).solve(1.01 * least, GAP)
+        assert above.bound <= least * (1 + 1e-9)
+        checked += below.bound == 0.99 * least
+    assert checked > 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_brute_force_agrees_on_5000(seed: int) -> None:
+def test_brute_force_agrees_on_1000(seed: int) -> None:
     rng = random.Random(20261121 + seed)
-    assert sum(agree(random_problem(rng), rng) for _ in range(1000)) > 600
+    assert sum(agree(random_problem(rng), rng) for _ in range(200)) > 120

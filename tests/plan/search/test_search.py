@@ -1,5 +1,6 @@
 """The joint search against every layout and placement scored by the simulator, and what must hold when inputs change."""
 
+import itertools
 import re
 from dataclasses import replace
 from functools import lru_cache
@@ -25,7 +26,7 @@ from telechat_moe.tools.plan.search.emit import (
     write_recipe,
 )
 from telechat_moe.tools.plan.search.planner import find, recipe_text
-from telechat_moe.tools.plan.search.search import search, usable
+from telechat_moe.tools.plan.search.search import GAP, search, usable
 from telechat_moe.tools.plan.search.space import (
     NAMES,
     POLICIES,
@@ -34,6 +35,9 @@ from telechat_moe.tools.plan.search.space import (
     layout_of,
     parse_fixed,
 )
+
+CLOSE = 2e-4
+"""Gap to which searches go on that are compared."""
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -53,21 +57,21 @@ def test_every_layout_and_placement_scored(devices: int, gib: float) -> None:
     a, base = _small()
     device = usable(load_device("ascend-910b"), gib * 2**30)
     space = Space(devices=devices, global_batch=8, base=base, most_pp=3, most_vpp=2)
-    plan = search(a, space, device, top=3)
+    plan = search(a, space, device, top=3, tolerance=CLOSE)
     fits, best = everything(a, space, device)
     assert fits.any() == (gib != 60.0)
     assert not fits.all()
     if not fits.any():
         assert not plan.best
         return
-    assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
+    assert plan.best[0].step_s == pytest.approx(best, rel=CLOSE)
     assert plan.lower_bound_s <= best * (1 + 1e-9)
     assert plan.optimal
 
 
 def _best(a, base, device, **changes) -> float:
     space = Space(**{"devices": 64, "global_batch": 64, "base": base, "most_vpp": 2, **changes})
-    plan = search(a, space, device, top=1)
+    plan = search(a, space, device, top=1, tolerance=CLOSE)
     assert plan.optimal
     return plan.best[0].step_s
 
@@ -76,12 +80,12 @@ def test_more_memory_or_bandwidth_never_hurts() -> None:
     a, base = _small(13)
     device = load_device("ascend-910b")
     steps = [_best(a, base, usable(device, gib * 2**30)) for gib in (9, 10, 12, 60)]
-    assert steps == sorted(steps, reverse=True)
+    assert all(b <= a * (1 + CLOSE) for a, b in itertools.pairwise(steps))
     assert steps[0] > steps[-1]
     room = usable(device, 20 * 2**30)
     for name in ("memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
         faster = replace(room, **{name: 2 * getattr(room, name)})
-        assert _best(a, base, faster) <= _best(a, base, room) * (1 + 1e-9)
+        assert _best(a, base, faster) <= _best(a, base, room) * (1 + CLOSE)
 
 
 @lru_cache(1)
@@ -89,7 +93,7 @@ def _free() -> tuple[Architecture, Space, Device, float]:
     a, base = _small(5)
     device = usable(load_device("ascend-910b"), 27 * 2**30)
     space = Space(devices=8, global_batch=16, base=base, most_vpp=2)
-    plan = search(a, space, device, top=1)
+    plan = search(a, space, device, top=1, tolerance=CLOSE)
     assert plan.optimal
     return a, space, device, plan.best[0].step_s
 
@@ -101,10 +105,10 @@ def test_the_best_of_all_fixed_choices_is_the_free_one(name: str) -> None:
     assert len(values) > 1 or name == "ends"  # recipes have one
     steps = []
     for value in values:
-        plan = search(a, replace(space, fixed={name: int(value)}), device, top=1)
+        plan = search(a, replace(space, fixed={name: int(value)}), device, top=1, tolerance=CLOSE)
         assert plan.optimal or not plan.best
         steps += [best.step_s for best in plan.best[:1]]
-    assert min(steps) == pytest.approx(free, rel=1e-6)
+    assert min(steps) == pytest.approx(free, rel=CLOSE)
 
 
 def test_time_limit_is_honest() -> None:
@@ -139,14 +143,13 @@ def test_the_front_says_how_sure_it_is() -> None:
     plans = [search(a, space, usable(device, gib * 2**30), top=1) for gib in (30, 24, 18)]
     points = front_points(plans)
     assert len(points) > 1
-    assert [p.sure for p in points] == ["proven"] * len(points)
+    assert all(p.gap <= GAP * (1 + 1e-6) for p in points)
     assert sorted(points, key=lambda p: -p.step_s) == points
     for plan in plans[1:]:  # as if time had been up; what is known of more memory still holds
         plan.lower_bound_s = 0.5 * plans[0].lower_bound_s
+    known = plans[0].lower_bound_s
     gaps = {p.step_s: p.gap for p in front_points(plans)}
-    assert gaps == pytest.approx(
-        {step: step / plans[0].best[0].step_s - 1 for step in gaps}, abs=1e-6
-    )
+    assert gaps == pytest.approx({step: step / known - 1 for step in gaps}, abs=1e-6)
 
 
 def test_bounds_are_below_what_is_found() -> None:
@@ -167,7 +170,7 @@ def test_why_not_names_every_other_layout() -> None:
     assert len(lines) == len(plan.rows) - 1
     assert any("out of memory by" in line and "on stage" in line for line in lines)
     assert any("dominated: at least" in line for line in lines)
-    assert "not closed" not in "".join(lines)
+    assert not any("not closed" in line for line in lines)
     text = page(plan, [], summary(plan, 3))
     assert "<svg" in text
     assert "16 x ascend-910b, 32 sequences a step, 30.0 GiB a device" in text

@@ -1,6 +1,6 @@
-"""The planner's C++: laid-out pipelines, placements of layers with their proofs, and the scheduler of pipelines.
+"""The planner's C++: laid-out pipelines and their longest paths, placements of layers, and the scheduler of pipelines.
 
-May import ops.native, which loads libraries. Begin with `placement.h`; `load` returns the library.
+May import ops.native, which loads libraries. Begin with `pipeline.h`; `load` returns the library.
 """
 
 import ctypes
@@ -18,17 +18,11 @@ _SEED = ctypes.c_uint64
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "telechat_pipeline_new": (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "telechat_pipeline_delete": (None, _POINTER),
-    "telechat_paths_new": (_POINTER,),
-    "telechat_paths_delete": (None, _POINTER),
-    "telechat_paths_at": (_INT, _POINTER, _INT, _POINTER),
-    "telechat_placement_new": (_POINTER, *[_POINTER] * 5),
+    "telechat_pipeline_path": (_LONG, _POINTER, _POINTER, _LONG, _SEED, _POINTER),
+    "telechat_placement_new": (_POINTER, *[_POINTER] * 3),
     "telechat_placement_delete": (None, _POINTER),
-    "telechat_placement_solve": (None, _POINTER, _REAL, _INT, _REAL, _POINTER, _POINTER),
-    "telechat_placement_best": (_REAL, _POINTER, _POINTER, _INT, _REAL, _POINTER, _POINTER),
-    "telechat_placement_tree": (None, _POINTER, _POINTER, _POINTER),
-    "telechat_placement_proves": (ctypes.c_bool, *[_POINTER] * 4, _INT, _REAL),
-    "telechat_placement_structures": (_INT, _POINTER, _POINTER),
-    "telechat_placement_proof": (_INT, _POINTER, _INT, *[_POINTER] * 4),
+    "telechat_placement_finish": (ctypes.c_bool, *[_POINTER] * 3),
+    "telechat_placement_improve": (_REAL, *[_POINTER] * 3, _INT, _REAL),
     "telechat_schedule_pipeline": (
         _REAL, *[_POINTER] * 5, _SEED, _LONG, _REAL, _POINTER, _POINTER,
     ),

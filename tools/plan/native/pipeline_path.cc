@@ -78,3 +78,20 @@ EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micro
 }
 
 EXPORT void telechat_pipeline_delete(void* pipeline) { delete static_cast<PipelineProgram*>(pipeline); }
+
+// Returns the makespan for times [3, chunks]; writes how often a longest path takes each of them and sends, [3 chunks + 1]. Of equally
+// long paths `seed` takes one.
+EXPORT int64_t telechat_pipeline_path(void* pipeline, const int64_t* times, int64_t send, uint64_t seed, int64_t* counts) {
+  const auto& p = *static_cast<PipelineProgram*>(pipeline);
+  std::vector<int32_t> ops;
+  const int64_t makespan = p.makespan(times, send, seed, &ops);
+  std::fill(counts, counts + 3 * p.chunks + 1, 0);
+  int32_t before = -1;
+  for (int32_t op : ops) {
+    const int32_t what = op / p.micros, stage = p.route[what % p.chunks];
+    ++counts[what];
+    counts[3 * p.chunks] += before >= 0 && stage != before;
+    before = stage;
+  }
+  return makespan;
+}

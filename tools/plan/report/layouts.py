@@ -40,7 +40,7 @@ def counts(data: dict[str, Any]) -> str:
     """Return what became of the layouts, from `summary`."""
     return (
         f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
-        f"{data['dominated']:,} dominated; {data['solved']:,} were solved exactly"
+        f"{data['dominated']:,} dominated; {data['solved']:,} had their layers placed with a proof"
     )
 
 
@@ -110,7 +110,7 @@ def why_not(plan: SearchResult) -> Iterator[str]:
                 yield f"{name}: out of memory: whole layers do not fit, stage {stage:.0f} is the tightest"
         elif row in candidates:
             yield f"{name}: {candidates[row].step_s:.4f} s, {candidates[row].step_s / best - 1:.2%} slower"
-        elif bound >= best * (1 - EXACT):
+        elif bound >= best / (1 + plan.tolerance) * (1 - EXACT):
             yield f"{name}: dominated: at least {bound:.4f} s"
         else:
             yield f"{name}: not closed: at least {bound:.4f} s"
@@ -121,7 +121,12 @@ def verdict(plan: SearchResult) -> str:
     if not plan.best:
         return _nothing(plan)
     if plan.optimal:
-        return f"optimal under the event simulation: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
+        word = (
+            f"the step is within {plan.gap:.2%} of it"
+            if plan.gap > EXACT
+            else "as fast as the best"
+        )
+        return f"optimal under the event simulation to {plan.tolerance:.1%}: no layout is faster than {plan.lower_bound_s:.6f} s ({word})"
     word = "the time limit was reached; " if plan.timed_out else ""
     return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
 
@@ -149,7 +154,7 @@ def summary(plan: SearchResult, top: int) -> dict[str, Any]:
     return {
         "model": plan.architecture.name, "device": plan.device.name, "devices": plan.space.devices,
         "global_batch": plan.space.global_batch, "memory_bytes": plan.room_bytes, "configurations": len(plan.rows),
-        "out_of_memory": memory, "dominated": int((np.isfinite(bound) & (bound >= best * (1 - EXACT))).sum()),
+        "out_of_memory": memory, "dominated": int((np.isfinite(bound) & (bound >= best / (1 + plan.tolerance) * (1 - EXACT))).sum()),
         "solved": plan.solved, "seconds": plan.seconds, "optimal": plan.optimal,
         "lower_bound_s": plan.lower_bound_s if plan.best else None, "gap": plan.gap if plan.best else None,
         "verdict": verdict(plan), "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],

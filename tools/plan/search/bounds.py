@@ -27,7 +27,7 @@ from telechat_moe.tools.plan.cost.step import (
     stage_times,
     update,
 )
-from telechat_moe.tools.plan.search.placement import PS, Multipliers
+from telechat_moe.tools.plan.search.placement import PS
 from telechat_moe.tools.plan.search.placement_problem import (
     BISECTIONS,
     LayerGroup,
@@ -408,81 +408,3 @@ def estimate(c: Costs, chunks: NDArray[Any], bound: Floats) -> Floats:
     ends = (c.first + c.before + c.last).sum(axis=1)
     total = (c.layers.times.sum(axis=2) * np.array(c.count)).sum(axis=1) + ends
     return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
-
-
-def prove(
-    c: Costs,
-    rows: NDArray[Any],
-    proofs: list[Multipliers],
-    stages_of: NDArray[Any],
-    room: float,
-    target: float,
-) -> Floats:
-    """Return the bounds that multipliers prove for any placement of configurations with the same schedule.
-
-    The proofs may be of any of these: one for each stage that may be among the longest, or one for all. `rows` are those
-    of the costs, `stages_of` the stage of each chunk, `room` the bytes of a device; only placements below `target`
-    seconds are of interest.
-    """
-    number, stages = max(c.count), c.stages.memory.shape[1]
-    capacity, tail = StageCapacity(c, room, rows), c.tail
-    exposed, weights = tail.exposed[rows], c.least_weights[rows]
-    after = (exposed[:, None] * tail.reduce[rows] + tail.update[rows]) * weights
-    after = tail.base[rows] + exposed * tail.start[rows] + after.sum(axis=1)
-    highest = np.minimum(capacity.limit(target - after), number)
-    fewest = np.zeros((len(rows), stages))
-    if len(proofs) == stages > 1:
-        few = np.maximum(capacity.limit(capacity.shortest(number)[0]), 0)
-        fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
-    bound = np.full(len(rows), np.inf)
-    for stage, proof in enumerate(proofs):  # the first stage with more than `few`
-        value = _proven_bound(c, rows, proof, stages_of, capacity.space)
-        value += fewest[:, stage % stages] * proof.fewest[stage % stages] - highest @ proof.limits
-        bound = np.minimum(bound, np.where(highest.sum(axis=1) < number, np.inf, value))
-        divided = fewest[:, stage % stages] > 0
-        highest[divided, stage % stages] = np.minimum(highest, fewest - 1)[divided, stage % stages]
-    return bound
-
-
-def _proven_bound(
-    c: Costs, rows: NDArray[Any], proof: Multipliers, stages_of: NDArray[Any], space: Floats
-) -> Floats:
-    chunks, g, layer, tail = len(stages_of), c.bulk, c.layers, c.tail
-    number, few = max(c.count), min(c.count)
-    m, share, limit = c.micro_batches[rows], proof.share, tail.overlap_limit[rows]
-    shown = share * tail.exposed[rows] + (1 - share)
-    k = share + (1 - share) * (1 - limit[:, 0] / m)
-    constant = tail.base[rows] + shown * tail.start[rows] - (1 - share) * limit[:, 1]
-    slopes = shown[:, None] * tail.reduce[rows] + tail.update[rows]
-    weighted = slopes[:, :, None] * proof.parameters  # [n, 2, P + 1]
-    largest, weighted = weighted[:, :, -1], weighted[:, :, :-1]
-    largest_s = (largest * c.least_weights[rows]).sum(axis=1)
-    total = constant + k * proof.sends * c.send[rows] + largest_s
-    ends = c.first[rows] @ proof.counts[:, 0] + c.last[rows] @ proof.counts[:, -1]
-    if chunks > 1:
-        ends = ends + c.before[rows] @ proof.counts[:, -2]
-    total = total + k * ends
-    total = total + (weighted * c.stages.weights[rows]).sum(axis=(1, 2)) - space @ proof.memory
-
-    def seconds(kind: int) -> Floats:
-        """Return the seconds that a layer of a kind adds to the bound in each chunk."""
-        time = k[:, None] * (layer.times[rows, kind] @ proof.counts)
-        stage = (layer.weights[rows, kind, :, None] * weighted).sum(axis=1)
-        activations = layer.activations[rows, kind]
-        stage = stage + proof.memory * (layer.states[rows, kind, None] + activations)
-        saved = proof.memory * (activations - layer.inputs[rows, kind])
-        recompute = k[:, None] * layer.recompute_time[rows, kind, None] * proof.counts[1]
-        recompute = np.minimum(recompute - saved[:, stages_of], 0.0)
-        recompute = np.where(c.choice[rows, None], recompute, 0.0)
-        return time + stage[:, stages_of] + recompute
-
-    lowest = np.ones(chunks)
-    lowest[[0, -1]] = 0
-    if chunks == 1:
-        lowest[0] = 1
-    if few:
-        near_end = slice(0, few + 1) if g else slice(max(chunks - few - 1, 0), None)
-        lowest[near_end] = 0
-        total = total + few * seconds(1 - g)[:, near_end].min(axis=1)
-    bulk = seconds(g) + (proof.limits - proof.fewest)[stages_of]
-    return total + bulk @ lowest + (number - lowest.sum()) * bulk.min(axis=1)

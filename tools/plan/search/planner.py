@@ -40,7 +40,10 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
     layouts = distinct(plan)
     if not 1 <= pick <= len(layouts):
         raise UsageError(f"--pick {pick}: {len(layouts)} layouts were found")
-    best, word = layouts[pick - 1], "proven optimal under the event simulation"
+    best, word = (
+        layouts[pick - 1],
+        f"proven within {plan.gap:.2%} of the best under the event simulation",
+    )
     if pick > 1 or not plan.optimal:
         word = f"within {best.step_s / plan.lower_bound_s - 1:.2%} of the proven bound"
     comment = (

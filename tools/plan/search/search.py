@@ -2,11 +2,12 @@
 
 1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.lower_bound`);
 2. good placements of promising configurations give a step to beat;
-3. in the order of the bounds a configuration's linear program is solved (`placement`); its multipliers are tried on all
-   configurations with the same schedule, which prunes most; those still below the best step are branched on;
+3. the configuration with the least bound is bounded by a linear program (`placement`), then by programs of whole layers,
+   until none can be faster than the best step by more than `GAP`;
 4. the step of a placement is what `simulate_step` says, and it must agree with what the bounds are made of.
 """
 
+import heapq
 import math
 import random
 import time
@@ -31,14 +32,8 @@ from telechat_moe.tools.plan.search.bounds import (
     estimate,
     lower_bound,
     problem_of,
-    prove,
 )
-from telechat_moe.tools.plan.search.placement import (
-    CLOSE,
-    PathPool,
-    PlacementAnswer,
-    PlacementSearch,
-)
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import (
     LayerPlacement,
     PlacementProblem,
@@ -57,11 +52,14 @@ from telechat_moe.tools.plan.search.space import (
 FIRST = 40
 """Number of schedules for which a placement is tried before anything is proven."""
 
-WORKERS = 2
-"""Configurations that are examined at once, in threads."""
+POLISHED, PATIENCE = 6, 100
+"""Placements of so many configurations are improved, from so many others near them, before and after the proof."""
 
-BOXES = (60, 5000)
-"""How many more boxes of a configuration are examined at a time after its first ones: initially, and at most."""
+WORKERS = 2
+"""Depths whose configurations are bounded at once, in threads."""
+
+GAP = 0.005
+"""Relative distance of the best step to the proven bound at which the search ends: far below the model's error."""
 
 RUNNERS_UP = 3
 """Configurations that are placed for each that is wanted in the ranked table."""
@@ -107,18 +105,14 @@ class SearchResult:
     """Lower bound of each; infinity: it does not fit in memory."""
     missing: NDArray[np.float64]
     """Bytes that each lacks where it does not fit, and the stage with the least room, [n, 2]."""
-    proven_by: NDArray[np.int64]
-    """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
     best: list[PlacedLayout] = field(default_factory=list[PlacedLayout])
     """Candidates that were found, fastest first."""
     lower_bound_s: float = math.inf
     """Proven lower bound: no layout of the space is faster."""
     seconds: float = 0.0
     solved: int = 0
-    proofs: list[PlacementAnswer] = field(default_factory=list[PlacementAnswer])
-    """Answers whose multipliers for the first boxes prune whole schedules."""
-    answers: dict[int, PlacementAnswer] = field(default_factory=dict[int, PlacementAnswer])
-    pools: dict[ScheduleKey, PathPool] = field(default_factory=dict[ScheduleKey, PathPool])
+    tolerance: float = GAP
+    """Gap at which the search ends."""
     costs: dict[int, tuple[Costs, NDArray[np.int64]]] = field(
         default_factory=dict[int, tuple[Costs, NDArray[np.int64]]]
     )
@@ -132,8 +126,8 @@ class SearchResult:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing is faster, apart from rounding."""
-        return bool(self.best) and self.gap <= 1e-6
+        """Whether nothing is faster by more than the gap that was asked for."""
+        return bool(self.best) and self.gap <= self.tolerance * (1 + AGREE)
 
     def problem(self, row: int) -> PlacementProblem:
         """Return the inner problem of a configuration."""
@@ -156,12 +150,14 @@ def search(
     *,
     top: int = 10,
     limit_s: float = 300.0,
+    tolerance: float = GAP,
     progress: Callable[[int], object] = lambda _solved: None,
 ) -> SearchResult:
     """Find the `top` fastest layouts: the first with its proof, the others without one.
 
-    The limit of a stage is the memory of the device less what is reserved. After `limit_s` seconds the best layout found
-    is returned with the bound proven so far; `progress` is called with the number of solved configurations.
+    The limit of a stage is the memory of the device less what is reserved. The search ends when no layout can be faster
+    than the best by more than `tolerance`; after `limit_s` seconds it returns what it has with the bound proven so far.
+    `progress` is called with the number of configurations whose layers were placed by a program.
 
     Raises:
         CheckFailedError: The planner's and the simulator's step differ: one of them was changed alone.
@@ -176,7 +172,7 @@ def search(
         rows=rows,
         bound_s=np.full(n, np.inf),
         missing=np.zeros((n, 2)),
-        proven_by=np.full(n, -1),
+        tolerance=tolerance,
     )
     _LayoutSearch(plan, top, began + limit_s, progress).run()
     plan.seconds = time.perf_counter() - began
@@ -193,7 +189,7 @@ class _LayoutSearch:
         self.guess = np.full(len(plan.rows), np.inf)
         """Estimated step of each configuration, which orders the search."""
 
-        self.groups: dict[ScheduleKey, NDArray[np.int64]] = {}
+        self.pools: dict[ScheduleKey, PathPool] = {}
         self.searches: dict[int, PlacementSearch] = {}
         self.placed: dict[int, LayerPlacement] = {}
         self.best = math.inf
@@ -209,8 +205,12 @@ class _LayoutSearch:
             if (key := self._key(row)) not in tried:
                 tried.add(key)
                 self._try(int(row))
+        for row in sorted(self.placed, key=lambda row: self.placed[row].seconds)[:POLISHED]:
+            self._polish(row)
         self.plan.timed_out = self._prove()
         self._runners_up()
+        for row in sorted(self.placed, key=lambda row: self.placed[row].seconds)[:1]:
+            self._polish(row)
         fastest = sorted(self.placed, key=lambda row: self.placed[row].seconds)
         best = self.plan.best
         # simulated in full; of the best one only where time is up
@@ -244,11 +244,6 @@ class _LayoutSearch:
             for pp, (c, (rows, *values)) in zip(depths, pool.map(bounds, depths), strict=True):
                 self.plan.costs[pp] = (c, rows)
                 self.plan.bound_s[rows], self.guess[rows], self.plan.missing[rows] = values
-        keys = np.column_stack([column[n] for n in ("schedule", "pp", "micro_batches", "vpp")])
-        unique, which = np.unique(keys, axis=0, return_inverse=True)
-        for i, _ in enumerate(unique):
-            rows = np.flatnonzero(which.ravel() == i)
-            self.groups[self._key(rows[0])] = rows
 
     def _key(self, row: int) -> ScheduleKey:
         layout = layout_of(self.plan.rows[row], self.plan.space)
@@ -260,8 +255,9 @@ class _LayoutSearch:
     def _placements(self, row: int) -> PlacementSearch:
         if row not in self.searches:
             problem = self.plan.problem(row)
-            pool = self.plan.pools.setdefault(problem.key, PathPool())
-            self.searches[row] = PlacementSearch(problem, pool)
+            if problem.key not in self.pools:
+                self.pools[problem.key] = PathPool(problem.pipeline)
+            self.searches[row] = PlacementSearch(problem, self.pools[problem.key])
         return self.searches[row]
 
     def _keep(self, row: int, placed: LayerPlacement | None) -> None:
@@ -284,70 +280,50 @@ class _LayoutSearch:
     def _try(self, row: int) -> None:
         """Place a configuration's layers without a proof."""
         placements = self._placements(row)
-        self._keep(row, placements.improve(placements.even(self.rng), 1, self.until))
+        self._keep(row, placements.improve(placements.even(self.rng), until=self.until))
 
-    def _prune(self, key: ScheduleKey, answer: PlacementAnswer) -> None:
-        """Bound all configurations with the same schedule by the multipliers of one."""
-        plan, rows = self.plan, self.groups[key]
-        rows = rows[(plan.bound_s[rows] < self.best) & np.isfinite(plan.bound_s[rows])]
-        if not len(rows):
-            return
-        c, of_costs = plan.costs[key[1]]
-        route = answer.search.p.pipeline.route
-        numbers = np.searchsorted(of_costs, rows)
-        bound = prove(c, numbers, answer.first, route, plan.room_bytes, self.best)
-        better = bound > plan.bound_s[rows]
-        plan.proofs.append(answer)
-        plan.bound_s[rows[better]] = bound[better]
-        plan.proven_by[rows[better]] = len(plan.proofs) - 1
+    def _polish(self, row: int) -> None:
+        """Improve the best placement that is known of a configuration."""
+        layers = np.array(self.placed[row].layers)
+        self._keep(row, self._placements(row).improve(layers, patience=PATIENCE, until=self.until))
 
     def _prove(self) -> bool:
-        """Close configurations until no bound is below the best step; return whether time was up.
-
-        The first boxes of all, in the order of their bounds; then more and more boxes of those with the least bounds.
-        """
-        first = np.ones(len(self.plan.rows), dtype=bool)
-        nodes = np.full(len(self.plan.rows), BOXES[0])
-        with ThreadPoolExecutor(WORKERS) as pool:
-            while rows := self._next(first) or self._next(np.ones_like(first)):
-                if self._late():
-                    return True
-                searches = [self._placements(row) for row in rows]
-                boxes = [0 if first[row] else int(nodes[row]) for row in rows]
-                answers = pool.map(self._solve, searches, boxes)
-                for row, answer in zip(rows, list(answers), strict=True):
-                    self._take(row, answer)
-                    nodes[row] = min(nodes[row] * (1 if first[row] else 3), BOXES[1])
-                    first[row] = False
-                    self.progress(self.plan.solved)
+        """Close configurations until none can beat the best step by more than the gap; return whether time was up."""
+        bound, chosen = self.plan.bound_s, np.isin(self.plan.rows[:, NAMES.index("policy")], CHOSEN)
+        queue = [
+            (float(bound[row]), False, not chosen[row], row)
+            for row in map(int, np.flatnonzero(bound < self.best))
+        ]
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self._target():
+            if self._late():
+                return True
+            known, relaxed, _, row = heapq.heappop(queue)
+            if known < bound[row]:  # by its twin
+                heapq.heappush(queue, (float(bound[row]), relaxed, not chosen[row], row))
+                continue
+            placements = self._placements(row)
+            if relaxed:
+                answer = placements.solve(self._target(), self.plan.tolerance, self.until)
+                self._keep(row, answer.best)
+                self.plan.solved += 1
+                self.progress(self.plan.solved)
+            else:
+                placements.relax(self._target(), self.until)
+                heapq.heappush(queue, (max(known, placements.bound), True, not chosen[row], row))
+            for twin in (
+                row,
+                self._twin(row),
+            ):  # where nothing is recomputed, that is a placement of this one
+                bound[twin] = max(
+                    bound[twin],
+                    min(placements.bound, self._target()) if relaxed else placements.bound,
+                )
         return False
 
-    def _solve(self, placements: PlacementSearch, nodes: int) -> PlacementAnswer:
-        return placements.solve(self.best, nodes=nodes, until=self.until)
-
-    def _next(self, candidates: NDArray[Any]) -> list[int]:
-        """Return the open configurations with the least bounds, no two with one schedule."""
-        chosen: dict[ScheduleKey, int] = {}
-        bound = self.plan.bound_s
-        value = np.where(candidates & (bound < self.best * (1 - CLOSE)), bound, np.inf)
-        for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
-            if not np.isfinite(value[row]) or len(chosen) == WORKERS:
-                break
-            twin = self._twin(row)  # the smaller problem first: its proof is often valid for both
-            row = twin if np.isfinite(value[twin]) else row
-            chosen.setdefault(self._key(row), row)
-        return list(chosen.values())
-
-    def _take(self, row: int, answer: PlacementAnswer) -> None:
-        """Keep the bound and the placement of a configuration."""
-        initial = row not in self.plan.answers
-        self.plan.solved += initial
-        self.plan.answers[row] = answer
-        self._keep(row, answer.best)
-        if answer.bound > self.plan.bound_s[row]:
-            self.plan.bound_s[row], self.plan.proven_by[row] = answer.bound, -2
-        if initial and len(answer.first_proofs) in (1, answer.search.p.stages):
-            self._prune(self._key(row), answer)
+    def _target(self) -> float:
+        """Return the step that a layout must beat to be of interest."""
+        return self.best / (1 + self.plan.tolerance)
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""
