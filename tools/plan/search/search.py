@@ -55,6 +55,12 @@ FIRST = 40
 POLISHED, PATIENCE = 6, 100
 """Placements of so many configurations are improved, from so many others near them, before and after the proof."""
 
+REFINED, REFINE_S = 1e-5, 2.0
+"""Gap to which the best configuration is placed in the end, and the seconds that this may take."""
+
+STARTS = 4
+"""Even placements from which each of them is placed again."""
+
 WORKERS = 2
 """Depths whose configurations are bounded at once, in threads."""
 
@@ -209,8 +215,9 @@ class _LayoutSearch:
             self._polish(row)
         self.plan.timed_out = self._prove()
         self._runners_up()
-        for row in sorted(self.placed, key=lambda row: self.placed[row].seconds)[:1]:
+        for row in sorted(self.placed, key=lambda row: self.placed[row].seconds)[:POLISHED]:
             self._polish(row)
+        self._refine()
         fastest = sorted(self.placed, key=lambda row: self.placed[row].seconds)
         best = self.plan.best
         # simulated in full; of the best one only where time is up
@@ -284,8 +291,21 @@ class _LayoutSearch:
 
     def _polish(self, row: int) -> None:
         """Improve the best placement that is known of a configuration."""
-        layers = np.array(self.placed[row].layers)
-        self._keep(row, self._placements(row).improve(layers, patience=PATIENCE, until=self.until))
+        placements = self._placements(row)
+        for start in (
+            np.array(self.placed[row].layers),
+            *(placements.even(self.rng) for _ in range(STARTS)),
+        ):
+            self._keep(row, placements.improve(start, patience=PATIENCE, until=self.until))
+
+    def _refine(self) -> None:
+        """Place the layers of the best configuration better than the proof needs, in a short time."""
+        if not self.placed or self._late():
+            return
+        row = min(self.placed, key=lambda row: self.placed[row].seconds)
+        until = min(self.until, time.perf_counter() + REFINE_S)
+        answer = self._placements(row).solve(self.best * (1 - AGREE), REFINED, until)
+        self._keep(row, answer.best)
 
     def _prove(self) -> bool:
         """Close configurations until none can beat the best step by more than the gap; return whether time was up."""
