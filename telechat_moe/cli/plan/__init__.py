@@ -12,10 +12,11 @@ from telechat_moe.cli.plan import (
     score,
     search,
     simulate,
+    what_if,
 )
 from telechat_moe.cli.verb import Verb
 
-MODULES = (layout, memory, search, score, simulate, device, calibrate, schedule)
+MODULES = (layout, memory, search, score, simulate, what_if, device, calibrate, schedule)
 
 VERB = Verb(
     name="plan",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram
 from telechat_moe.tools.plan.search.placement_problem import (
@@ -51,8 +52,6 @@ WHOLE = 1e-5
 FRACTIONS, STAGES, LAYERS, ALL = range(4)
 """What is whole in a program: nothing; the layers of stages; those of chunks; everything that has to be."""
 
-Floats = NDArray[np.float64]
-
 
 class PathPool:
     """Paths of one schedule, shared by the configurations that have it."""
@@ -67,16 +66,16 @@ class PathPool:
     def longest(self, times: NDArray[Any], send: int, seed: int = 0) -> tuple[int, Floats]:
         """Return the makespan for times [3, chunks] in ps and the operations of a longest path."""
         counts = np.zeros(3 * self.program.chunks + 1, dtype=np.int64)
-        whole = np.ascontiguousarray(times, dtype=np.int64)
+        picoseconds = np.ascontiguousarray(times, dtype=np.int64)
         path = load().telechat_pipeline_path
-        makespan = path(self.program.handle, address(whole), send, seed, address(counts))
+        makespan = path(self.program.handle, address(picoseconds), send, seed, address(counts))
         return makespan, counts.astype(np.float64)
 
     def add(self, path: Floats) -> int:
         """Keep a path; return its number."""
-        known = np.flatnonzero((self.counts == path).all(axis=1))
-        if len(known):
-            return int(known[0])
+        numbers = np.flatnonzero((self.counts == path).all(axis=1))
+        if len(numbers):
+            return int(numbers[0])
         self.counts = np.vstack([self.counts, path])
         return len(self.counts) - 1
 
@@ -165,17 +164,17 @@ class PlacementSearch:
         bound, _ = self._fractions(self._limit(target, gap), until)
         if bound >= self._limit(target, gap):
             return self._limit(target, gap)
-        for whole in (STAGES, LAYERS, ALL):
-            if whole == LAYERS and program.tighten(self._limit(target, gap), until):
+        for level in (STAGES, LAYERS, ALL):
+            if level == LAYERS and program.tighten(self._limit(target, gap), until):
                 return max(bound, self._limit(target, gap))
-            for _ in range(ROUNDS[whole]):
+            for _ in range(ROUNDS[level]):
                 limit, left = self._limit(target, gap), until - time.perf_counter()
                 any_below = 1.0 if math.isfinite(limit) else gap / 4
-                answer = program.solve(limit, whole, left, gap=any_below)
+                answer = program.solve(limit, level, left, gap=any_below)
                 bound = max(bound, min(answer.bound, limit))
                 if answer.x is None:
                     return bound
-                if whole >= LAYERS:
+                if level >= LAYERS:
                     self.improve(*program.layers(answer.x), until=until)
                 if not program.separate(answer.x):
                     break
@@ -259,7 +258,7 @@ class _PlacementProgram:
         both = n * (kinds - 1)
         widths = [kinds * n, stages, kinds * n * p.choice, both, both * p.choice]
         widths += [kinds * stages * p.choice, stages, stages]
-        starts = [int(at) for at in np.cumsum([0, *widths])]
+        starts = [int(start) for start in np.cumsum([0, *widths])]
         self.layer, self.stage, self.recomputed, self.front, self.every = starts[:5]
         self.redo, self.hides, self.working, self.span = starts[5:]
         self.step, self.hidden, self.width = self.span + 3, self.span + 4, self.span + 5
@@ -272,7 +271,7 @@ class _PlacementProgram:
         columns = np.arange(self.width)
         of_stages = (columns >= self.stage) & (columns < self.recomputed)
         of_layers = (columns < self.recomputed) | (columns >= self.front) & (columns < self.every)
-        self.whole = np.array([0 * columns, of_stages, of_layers, columns < self.working])
+        self.level = np.array([0 * columns, of_stages, of_layers, columns < self.working])
         self._rows: list[dict[int, float]] = []
         self._limits: list[tuple[float, float]] = []
         self._counts()
@@ -351,20 +350,20 @@ class _PlacementProgram:
         """Add the rows of a chunk whose first layers are recomputed: none of the second kind before all of the first."""
         p, n = self.p, self.p.number
         first, second = (float(min(int(p.highest[c]), g.count)) for g in p.layers)
-        every, again = self.every + c, self.recomputed + c
+        every, redone = self.every + c, self.recomputed + c
         self.high[every] = 1.0
-        self._row({again + n: 1.0, every: -second}, -np.inf, 0.0)
-        self._row({self.layer + c: 1.0, again: -1.0, every: first}, -np.inf, first)
+        self._row({redone + n: 1.0, every: -second}, -np.inf, 0.0)
+        self._row({self.layer + c: 1.0, redone: -1.0, every: first}, -np.inf, first)
 
     def _memory(self) -> None:
         """Add the rows of each stage's memory and working set."""
         p, n, byte = self.p, self.p.number, self.byte
         for s in range(p.stages):
             chunks = np.flatnonzero(p.pipeline.route == s).tolist()
-            held = p.working if any(p.lowest[chunks]) else 0
-            self.low[self.working + s] = max(held, p.buffer[s]) / byte
+            required = p.working if any(p.lowest[chunks]) else 0
+            self.low[self.working + s] = max(required, p.buffer[s]) / byte
             if (
-                held < p.working
+                required < p.working
             ):  # it may have no layers; with all of them it needs all of the working set
                 share = -p.working / byte / sum(g.count for g in p.layers)
                 columns = [self.layer + g * n + c for g in range(len(p.layers)) for c in chunks]
@@ -372,11 +371,11 @@ class _PlacementProgram:
                 self._row(terms, 0.0, np.inf)
             room: dict[int, float] = {self.working + s: 1.0}
             for g, kind in enumerate(p.layers):
-                kept, inputs = kind.activations[s], (kind.inputs or kind.activations)[s]
+                activations, inputs = kind.activations[s], (kind.inputs or kind.activations)[s]
                 for c in chunks:
-                    room[self.layer + g * n + c] = (kind.states + kept) / byte
+                    room[self.layer + g * n + c] = (kind.states + activations) / byte
                     if p.choice:
-                        room[self.recomputed + g * n + c] = (inputs - kept) / byte
+                        room[self.recomputed + g * n + c] = (inputs - activations) / byte
                 if p.choice:
                     self._recompute(s, g, chunks)
             self._row(room, -np.inf, p.memory[s] / byte)
@@ -388,8 +387,10 @@ class _PlacementProgram:
             return
         self._row({redo: kind.working / self.byte, self.working + s: -1.0}, -np.inf, 0.0)
         columns = [self.recomputed + g * self.p.number + c for c in chunks]
-        most = float(sum(min(self.p.highest[c], kind.count) for c in chunks))
-        self._row(dict.fromkeys(columns, 1.0) | {redo: -min(most, float(kind.count))}, -np.inf, 0.0)
+        limit_above = float(sum(min(self.p.highest[c], kind.count) for c in chunks))
+        self._row(
+            dict.fromkeys(columns, 1.0) | {redo: -min(limit_above, float(kind.count))}, -np.inf, 0.0
+        )
 
     def _tail(self) -> None:
         """Add the rows of the largest stage and of the step."""
@@ -403,9 +404,9 @@ class _PlacementProgram:
                         terms[self.layer + g * n + c] = kind.weights[i] / unit
                 self._row(terms, -np.inf, -float(p.stage_weights[i, s]) / unit)
         for k, constant, slopes in p.tail.lines(p.micro_batches):
-            each = slopes * self.parameter / self.second
+            slope = slopes * self.parameter / self.second
             terms = {self.span: k, self.step: -1.0} | {
-                self.span + 1 + i: float(v) for i, v in enumerate(each)
+                self.span + 1 + i: float(v) for i, v in enumerate(slope)
             }
             self._row(terms, -np.inf, -constant / self.second)
         self._hide()
@@ -413,23 +414,25 @@ class _PlacementProgram:
     def _hide(self) -> None:
         """Add the rows of what a stage hides: step >= makespan + reduction + update + base - hidden."""
         p, n, tail = self.p, self.p.number, self.p.tail
-        each = (np.array(tail.reduce) + np.array(tail.update)) * self.parameter / self.second
+        slope = (np.array(tail.reduce) + np.array(tail.update)) * self.parameter / self.second
         terms = {self.span: 1.0, self.step: -1.0, self.hidden: -1.0}
-        terms |= {self.span + 1 + i: float(v) for i, v in enumerate(each)}
+        terms |= {self.span + 1 + i: float(v) for i, v in enumerate(slope)}
         self._row(terms, -np.inf, -(tail.base + tail.start) / self.second)
-        share, more = tail.overlap_limit
+        share, beyond = tail.overlap_limit
         self._row(
-            {self.hidden: 1.0, self.span: -share / p.micro_batches}, -np.inf, more / self.second
+            {self.hidden: 1.0, self.span: -share / p.micro_batches}, -np.inf, beyond / self.second
         )
         stages = range(p.stages)
         self.high[self.hides : self.hides + p.stages] = 1.0
         self._row({self.hides + s: 1.0 for s in stages}, 1.0, 1.0)
         forward, backward = (w * PS / self.second for w in tail.overlap_weights)
-        most = sum(g.count * (sum(g.times) + g.recompute_time) for g in p.layers) + p.fixed.sum()
-        most *= float(max(forward, backward))
+        limit_above = (
+            sum(g.count * (sum(g.times) + g.recompute_time) for g in p.layers) + p.fixed.sum()
+        )
+        limit_above *= float(max(forward, backward))
         for s in stages:
             chunks = np.flatnonzero(p.pipeline.route == s).tolist()
-            terms = {self.hidden: 1.0, self.hides + s: most}
+            terms = {self.hidden: 1.0, self.hides + s: limit_above}
             for g, kind in enumerate(p.layers):
                 for c in chunks:
                     f, b, w = kind.times
@@ -437,7 +440,7 @@ class _PlacementProgram:
                     if p.choice:
                         terms[self.recomputed + g * n + c] = -backward * kind.recompute_time
             fixed = forward * p.fixed[0, chunks].sum() + backward * p.fixed[1:, chunks].sum()
-            self._row(terms, -np.inf, most + float(fixed))
+            self._row(terms, -np.inf, limit_above + float(fixed))
 
     def _add(self, numbers: Any) -> None:
         """Add paths of the pool as rows."""
@@ -470,19 +473,19 @@ class _PlacementProgram:
         self.low[stages] = np.where(number == stage, few + 1, 0)
         self.high[stages] = np.where(number < stage, few, np.inf)
 
-    def solve(self, limit: float, whole: int, limit_s: float, gap: float = 0.0) -> _Solution:
-        """Return the optimum below `limit` seconds, or one so near to it; `whole` is one of the levels above."""
+    def solve(self, limit: float, level: int, limit_s: float, gap: float = 0.0) -> _Solution:
+        """Return the optimum below `limit` seconds, or one so near to it; `level` is one of those above."""
         if limit_s <= 0:
             return _Solution(-math.inf, None)
         high = self.high.copy()
         high[self.step] = limit / self.second
         cost = np.eye(1, self.width, self.step)[0]
-        answer = self._milp(cost, high, whole, limit_s, gap)
+        answer = self._milp(cost, high, level, limit_s, gap)
         if answer.status == 2:
             return _Solution(math.inf, None)
-        bound = answer.mip_dual_bound if whole else answer.fun
-        known = -math.inf if bound is None else bound * self.second * (1 - SLACK)
-        return _Solution(known, answer.x)
+        bound = answer.mip_dual_bound if level else answer.fun
+        bound_s = -math.inf if bound is None else bound * self.second * (1 - SLACK)
+        return _Solution(bound_s, answer.x)
 
     def tighten(self, limit: float, until: float) -> bool:
         """Limit the layers of stages in a box to what is possible below a step; return whether the box is empty then."""
@@ -495,11 +498,11 @@ class _PlacementProgram:
             if answer.status == 2:
                 return True
             if answer.fun is not None:
-                most = np.floor(-answer.fun + WHOLE)
-                self.high[column] = high[column] = min(high[column], most)
+                limit_above = np.floor(-answer.fun + WHOLE)
+                self.high[column] = high[column] = min(high[column], limit_above)
         return False
 
-    def _milp(self, cost: Floats, high: Floats, whole: int, limit_s: float, gap: float) -> Any:
+    def _milp(self, cost: Floats, high: Floats, level: int, limit_s: float, gap: float) -> Any:
         from scipy import optimize  # slow to import, and other verbs do without it
 
         solver: Any = optimize
@@ -507,26 +510,26 @@ class _PlacementProgram:
             cost,
             constraints=solver.LinearConstraint(self.matrix, *self.limits.T),
             bounds=solver.Bounds(self.low, high),
-            integrality=self.whole[whole],
+            integrality=self.level[level],
             options={
                 "time_limit": min(limit_s, 1e6),
                 "mip_rel_gap": gap,
-                "presolve": whole != FRACTIONS,  # it takes longer than these programs
+                "presolve": level != FRACTIONS,  # it takes longer than these programs
             },
         )
 
     def rounded(self, x: Floats) -> NDArray[np.int64]:
         """Return whole layers of every chunk near a solution's."""
         p, n = self.p, self.p.number
-        near = x[: len(p.layers) * n].reshape(-1, n).sum(axis=0)
-        counts = np.clip(np.floor(near + 1e-6), p.lowest, p.highest).astype(np.int64)
+        fractions = x[: len(p.layers) * n].reshape(-1, n).sum(axis=0)
+        counts = np.clip(np.floor(fractions + 1e-6), p.lowest, p.highest).astype(np.int64)
         total = sum(g.count for g in p.layers)
         while (left := total - int(counts.sum())) and abs(left) <= total:
             free = counts < p.highest if left > 0 else counts > p.lowest
             if not free.any():
                 break
             step = 1 if left > 0 else -1
-            counts[int(np.where(free, step * (near - counts), -np.inf).argmax())] += step
+            counts[int(np.where(free, step * (fractions - counts), -np.inf).argmax())] += step
         return counts
 
     def layers(self, x: Floats) -> tuple[NDArray[Any], NDArray[Any] | None]:
@@ -536,8 +539,8 @@ class _PlacementProgram:
         counts = both.sum(axis=0).astype(np.int64)
         if not self.p.choice:
             return counts, None
-        again = np.rint(x[self.recomputed : self.recomputed + kinds * n]).reshape(kinds, n)
-        return counts, again.sum(axis=0).astype(np.int64)
+        redone = np.rint(x[self.recomputed : self.recomputed + kinds * n]).reshape(kinds, n)
+        return counts, redone.sum(axis=0).astype(np.int64)
 
     def _lengths(self, times: NDArray[Any]) -> Floats:
         """Return how long known paths are for times [3, chunks], ps."""
@@ -585,12 +588,12 @@ def too_few(p: PlacementProblem) -> NDArray[np.int64]:
     """Return layers of the larger kind of every stage that are too few together: the most in an equal time that is."""
     layer = p.layers[p.bulk]
     spent = np.bincount(p.pipeline.route, weights=p.fixed.sum(axis=0), minlength=p.stages)
-    each = max(sum(layer.times), 1)
+    layer_time = max(sum(layer.times), 1)
 
     def few(time: float) -> NDArray[np.int64]:
-        return np.maximum(np.floor((time - spent) / each), 0).astype(np.int64)
+        return np.maximum(np.floor((time - spent) / layer_time), 0).astype(np.int64)
 
-    low, high = 0.0, float(spent.max() + each * (layer.count + 1))
+    low, high = 0.0, float(spent.max() + layer_time * (layer.count + 1))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if few(middle).sum() >= layer.count else (middle, high)
