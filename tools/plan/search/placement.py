@@ -295,9 +295,7 @@ class _PlacementProgram:
         if pool.layers is None:
             self._add(range(len(pool.counts)))
             return
-        times = p.fixed + sum(
-            np.outer(g.times, x) for g, x in zip(p.layers, pool.layers, strict=True)
-        )
+        times = _with_layers(p, pool.layers)
         self._add(np.argsort(-self._lengths(times))[:number].tolist())
 
     def _row(self, terms: dict[int, float], low: float, high: float) -> None:
@@ -557,9 +555,7 @@ class _PlacementProgram:
                 if moved[p.bulk, a] >= 1:
                     moved[p.bulk, a] -= 1
                     moved[p.bulk, b] += 1
-            times = p.fixed + sum(
-                np.outer(g.times, v) for g, v in zip(p.layers, moved, strict=True)
-            )
+            times = _with_layers(p, moved)
             self._add([self.pool.add(self.pool.longest(np.rint(times), p.send, seed)[1])])
 
     def separate(self, x: Floats) -> bool:
@@ -582,6 +578,14 @@ class _PlacementProgram:
             new = [number] if makespan > span and number not in self._paths else []
         self._add(new)
         return bool(new)
+
+
+def _with_layers(p: PlacementProblem, layers: Floats) -> Floats:
+    """Return the operations' times, [operations, chunks], with so many layers of each kind, [kinds, chunks]."""
+    times = p.fixed.astype(np.float64)
+    for g, kind in enumerate(p.layers):
+        times += np.outer(kind.times, layers[g])
+    return times
 
 
 def too_few(p: PlacementProblem) -> NDArray[np.int64]:
