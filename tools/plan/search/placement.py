@@ -584,7 +584,7 @@ def _with_layers(p: PlacementProblem, layers: Floats) -> Floats:
     """Return the operations' times, [operations, chunks], with so many layers of each kind, [kinds, chunks]."""
     times = p.fixed.astype(np.float64)
     for g, kind in enumerate(p.layers):
-        times += np.outer(kind.times, layers[g])
+        times += np.outer(kind.times, layers[g : g + 1])
     return times
 
 
