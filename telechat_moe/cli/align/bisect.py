@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not alone and any(map(_is_checkpoint, (args.reference, args.target))):
         return _checkpoints(args, profile)
     name = args.reference if alone else args.target
-    dumps = _read([args.reference] if alone else [args.reference, args.target], args.layouts)
+    dumps = _read([args.reference] if alone else [args.reference, args.target], args)
     reference, target = dumps[0], dumps[-1]
     third = [summary.read(Path(args.benchmark))] if args.benchmark else []
     standard = profile and Standard(profile, reference, target, *third)
@@ -95,12 +95,23 @@ def run(args: argparse.Namespace) -> int:
     return _written(args, outcome, report, name)
 
 
-def _read(paths: Sequence[str], layouts: str | None) -> list[Any]:
-    """Return dumps, with the layouts of a file where they name none."""
+def _read(paths: Sequence[str], args: argparse.Namespace) -> list[Any]:
+    """Return dumps, with the layouts of a file and the groups of ranks where they name none."""
     from telechat_moe.tools.align.dump import layout_file, summary
+    from telechat_moe.tools.align.judge import rank_groups
 
     dumps = [summary.read(Path(path)) for path in paths]
-    return dumps if layouts is None else layout_file.with_layouts(dumps, Path(layouts))
+    if args.layout is not None:
+        texts = args.layout.split("/")
+        if len(texts) not in (1, len(dumps)):
+            raise UsageError(f"--layout {args.layout}: {len(texts)} layouts for {len(dumps)} dumps")
+        degrees = [rank_groups.parsed(text) for text in texts] * (len(dumps) // len(texts))
+        pairs = zip(dumps, degrees, strict=True)
+        dumps, counts = zip(*(rank_groups.with_degrees(*pair) for pair in pairs), strict=True)
+        if not any(counts):
+            problem = "without effect: no collective of the dumps has a group that is known by its name only"
+            raise UsageError(f"--layout {args.layout}: {problem}")
+    return [*dumps] if args.layouts is None else layout_file.with_layouts(dumps, Path(args.layouts))
 
 
 def _links(args: argparse.Namespace, reference: Any, target: Any) -> Any:
@@ -129,7 +140,7 @@ def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
     from telechat_moe.tools.align.judge.standard import judge_checkpoints
     from telechat_moe.tools.align.report import bisect_page as page
 
-    options = ("map", "map_out", "layouts", "rtol", "benchmark", "reproducer")
+    options = ("map", "map_out", "layouts", "layout", "rtol", "benchmark", "reproducer")
     if wrong := [name for name in options if getattr(args, name)]:
         option = wrong[0].replace("_", "-")
         raise UsageError(
@@ -245,6 +256,10 @@ VERB = Verb(
         arg("--map FILE", "which tensors correspond, where names differ (default: found)"),
         arg("--map-out FILE", "write which tensors correspond"),
         arg("--layouts FILE", "layouts of tensors for which a dump names none"),
+        arg(
+            "--layout DEGREES",
+            "degrees of both runs such as tp=2,ep=2, or of REFERENCE/TARGET, for collectives whose groups have names and no ranks",
+        ),
         arg(
             "--rtol X",
             "largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",

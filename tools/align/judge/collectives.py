@@ -196,7 +196,7 @@ def meetings(
                 group = _ends(call, dump.rank)
             else:
                 trusted_call = believed.calls.get(key, call) if believed else call
-                group = group_of(trusted_call) or members.get(_group_name(trusted_call), everybody)
+                group = group_of(trusted_call) or members.get(group_name(trusted_call), everybody)
             name = kind, (*group, *_tag(call))
             meeting = Meeting(kind, group, {}, trusted_call)
             meeting = meetings_by_name.setdefault((*name, count[name]), meeting)
@@ -262,12 +262,12 @@ def _members(dumps: Iterable[RankDump]) -> dict[str, list[int]]:
     members: dict[str, set[int]] = {}
     for dump in dumps:
         for call in dump.calls.values():
-            if name := _group_name(call):
+            if name := group_name(call):
                 members.setdefault(name, set()).add(dump.rank)
     return {name: sorted(ranks) for name, ranks in members.items()}
 
 
-def _group_name(call: Call) -> str:
+def group_name(call: Call) -> str:
     """Return the name of a collective's group; empty: it has none, or is no collective."""
     kind = kind_of(call)
     name = arguments_by_name(kind, call).get("group") if kind is not None else None
