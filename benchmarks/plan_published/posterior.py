@@ -9,7 +9,6 @@ the more probable order of two layouts is right; `--write` writes `devices/NAME.
 """
 
 import argparse
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -262,19 +261,6 @@ def read_devices(names: Sequence[str] = DEVICES) -> list[DeviceRows]:
     return [DeviceRows(name, of[name]) for name in names]
 
 
-def as_text(p: Posterior) -> str:
-    """Return the posterior's file."""
-    constants = {
-        name: {"value": float(f"{np.exp(m):.4g}"), "prior": asdict(p.priors[name])}
-        for name, m in zip(p.names, p.mean, strict=True)
-    }
-    covariance = [[float(f"{x:.3g}") for x in row] for row in p.covariance]
-    settings = {"stack_spread": p.stack_spread, "row_spread": p.row_spread, "alike": p.alike}
-    head = json.dumps({"rows": p.features, **settings, "constants": constants}, indent=1)
-    lines = ",\n  ".join(map(json.dumps, covariance))
-    return f'{head[:-2]},\n "covariance": [\n  {lines}\n ]\n}}\n'
-
-
 def draw(of: Sequence[tuple[float, bool]], file: Path) -> None:
     """Draw the frequency of right order over its probability."""
     import matplotlib.pyplot as plt
@@ -304,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
     ordered: list[tuple[float, bool]] = []
     for device in read_devices(args.device or DEVICES):
         if args.write:
-            posterior_file(device.name).write_text(as_text(device.posterior()), encoding="utf-8")
+            posterior_file(device.name).write_text(device.posterior().as_text(), encoding="utf-8")
             continue
         models, stacks = device.unseen("model"), device.unseen("stack")
         ordered += pairs(models)

@@ -144,6 +144,16 @@ def _megatron(path: Path, text: str, metric: str | None) -> LossCurve:
     return curve(path, "Megatron-LM log", metric or "lm loss", rows, notes)
 
 
+def megatron_seconds(path: Path, text: str) -> dict[int, float]:
+    """Return the mean time of the steps up to each step that Megatron-LM printed, seconds."""
+    name, seconds = "elapsed time per iteration (ms)", dict[int, float]()
+    for line, content, _ in _lines(text):
+        match = _MEGATRON.search(content)
+        if match and name in (fields := _fields(match["fields"])):
+            seconds[int(match["step"])] = to_float(path, line, name, fields[name]) / 1e3
+    return seconds
+
+
 def _fields(text: str) -> dict[str, str]:
     """Return the fields of a line of Megatron-LM, without one that is cut off; text before a colon is its name."""
     parts = (part.partition(":") for part in text.split("|")[:-1])

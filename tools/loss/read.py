@@ -85,7 +85,9 @@ def is_mindformers_log(path: Path) -> bool:
 
 
 def step_seconds(path: str | Path) -> dict[int, float]:
-    """Return how long each step of a run took, seconds: of a log of MindFormers, or of our metrics.jsonl or its folder.
+    """Return how long steps of a run took, seconds: of a log of MindFormers or Megatron-LM, or of our metrics.jsonl or its folder.
+
+    A line of Megatron-LM has the mean of the steps since the line before.
 
     Raises:
         BadInputError: The file is missing, or of another kind.
@@ -99,8 +101,8 @@ def step_seconds(path: str | Path) -> dict[int, float]:
             (m, logs.TIME.search(record)) for record in records if (m := logs.STEP.search(record))
         ]
         return {logs.step_of(match): int(time[1]) / 1e3 for match, time in matches if time}
-    seconds: dict[int, float] = {}
-    for line in text.splitlines():
+    seconds = logs.megatron_seconds(path, text)
+    for line in () if seconds else text.splitlines():
         try:
             record = _object(parse_json(line, finite=False))
         except ValueError:
@@ -109,7 +111,7 @@ def step_seconds(path: str | Path) -> dict[int, float]:
             seconds[record["step"]] = to_float(path, 1, "seconds", record.get("seconds"))
     if not seconds:
         raise BadInputError(
-            f"{path}: no times of steps; expected a log of MindFormers or our metrics.jsonl"
+            f"{path}: no times of steps; expected a log of MindFormers, Megatron-LM or MindSpeed, or our metrics.jsonl"
         )
     return seconds
 

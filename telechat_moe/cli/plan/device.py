@@ -46,7 +46,8 @@ def _constants(device: Any, posterior: Any) -> list[dict[str, Any]]:
     """Return each constant with its shipped value and, where there is a posterior, what it says."""
     from dataclasses import asdict
 
-    shipped: dict[str, float] = asdict(device.constants)
+    shipped: dict[str, float] = asdict(device.constants.slowed(1 / device.stack_factor))
+    shipped["stack_factor"] = device.stack_factor
     if not posterior:
         return [{"constant": name, "shipped": value} for name, value in shipped.items()]
     lines: list[dict[str, Any]] = []

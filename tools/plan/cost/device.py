@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,10 @@ from telechat_moe.units import GIB
 FOLDER = Path(__file__).parents[1] / "devices"
 LIMIT = 12
 """Most fitted constants that a description may have."""
-_POSITIVE = ("peak_flops", "memory_bytes", "memory_bandwidth", "node_devices", "intra_bandwidth")
+_POSITIVE = (
+    "peak_flops", "memory_bytes", "memory_bandwidth", "node_devices", "intra_bandwidth", "stack_factor",
+)  # fmt: skip
+_RATES = ("matmul_share", "attention_share", "memory_share", "intra_share", "inter_share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,12 @@ class Constants:
     step_host_s: float = 5e-3
     """Time of a step that does not depend on its micro-batches."""
 
+    def slowed(self, factor: float) -> "Constants":
+        """Return the constants with which every time is ``factor`` times as long."""
+        times = (f.name for f in fields(self) if f.name.endswith("_s"))
+        values = {name: getattr(self, name) * factor for name in times}
+        return replace(self, **values, **{name: getattr(self, name) / factor for name in _RATES})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -77,6 +86,8 @@ class Device:
     reserved_bytes: float = 1.5 * GIB
     """Bytes that the runtime, libraries and communication buffers hold."""
     constants: Constants = field(default_factory=Constants)
+    stack_factor: float = 1.0
+    """How much longer a step takes with this software than by the constants of the file; `constants` have it in them."""
     sources: dict[str, str] = field(default_factory=dict[str, str])
     """Where each figure comes from."""
     fitted: tuple[str, ...] = ()
@@ -125,8 +136,8 @@ def load_device(name: str | Path) -> Device:
     return _read(file)
 
 
-def base_name(name: str | Path) -> str:
-    """Return the shipped device whose constants a variant shares, the last of its chain of bases; empty: it has none.
+def files_of(name: str | Path) -> list[Path]:
+    """Return the file of a description, that of its base, of the base's base, and so on.
 
     Raises:
         BadInputError: There is no such device.
@@ -135,11 +146,21 @@ def base_name(name: str | Path) -> str:
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         file = _by_name(str(name)) or file
-    base = read_mapping(file).get("base")
-    if not base:
-        return file.stem if file.parent == FOLDER else ""
-    beside = file.parent / f"{base}.yaml"
-    return base_name(beside if beside.is_file() else FOLDER / beside.name)
+    files = [file]
+    while base := read_mapping(files[-1]).get("base"):
+        beside = files[-1].parent / f"{base}.yaml"
+        files.append(beside if beside.is_file() else FOLDER / beside.name)
+    return files
+
+
+def base_name(name: str | Path) -> str:
+    """Return the shipped device whose constants a variant shares, the last of its chain of bases; empty: it has none.
+
+    Raises:
+        BadInputError: There is no such device.
+    """
+    file = files_of(name)[-1]
+    return file.stem if file.parent == FOLDER else ""
 
 
 def _key(text: str) -> str:
@@ -183,14 +204,13 @@ def _parsed(file: Path, changed: int) -> Device:
             figures: dict[Any, Any] = raw.get(key) or {}
             raw[key] = {str(k): _figure(key, v) for k, v in figures.items()}
         for key in raw:
-            if key.endswith(("_bytes", "_bandwidth", "_weight")):
+            if key.endswith(("_bytes", "_bandwidth", "_weight", "_factor")):
                 raw[key] = _figure(key, raw[key])
         raw["node_devices"] = int(_figure("node_devices", raw["node_devices"]))
     except (AttributeError, TypeError, ValueError) as error:
         raise BadInputError(f"{file}: expected numbers ({short(error)})") from None
-    return Device(
-        **raw, constants=Constants(**values), sources=sources, fitted=fitted, measured=measured
-    )
+    constants = Constants(**values).slowed(raw.get("stack_factor", 1.0))
+    return Device(**raw, constants=constants, sources=sources, fitted=fitted, measured=measured)
 
 
 def _figure(key: str, value: Any) -> float:

@@ -50,10 +50,10 @@ _WARM_UP = 10
 """Steps of a log that do not count: they compile graphs and fill caches."""
 
 
-def _median_step(log: str) -> float:
+def median_step(log: str) -> float:
     """Return the median step of a log, seconds."""
     seconds = step_seconds(log)
-    steady = [seconds[step] for step in sorted(seconds)[_WARM_UP:]]
+    steady = [s for step, s in seconds.items() if step >= min(seconds) + _WARM_UP]
     if not steady:
         raise BadInputError(f"{log}: {len(seconds)} steps, expected more than {_WARM_UP}")
     return statistics.median(steady)
@@ -98,7 +98,7 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "compute": (_one_of(*get_args(Compute)), "type of the matrix products; empty: the recipe's, or bf16"),
     "device": (str, "description of the device, a name or a file; empty: --device"),
     "step_s": (_positive, "measured seconds of a step"),
-    "log": (_median_step, "instead: a log of MindFormers (either mode) or our metrics.jsonl; its median step after ten"),
+    "log": (median_step, "instead: a log of MindFormers (either mode), Megatron-LM or MindSpeed, or our metrics.jsonl; its median step after ten"),
     "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),
 }  # fmt: skip
 """How to read each column's cells, and what it says; all are optional except a model and something measured."""

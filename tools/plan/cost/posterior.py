@@ -4,7 +4,7 @@
 """
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,21 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import Floats, columns
-from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, base_name
+from telechat_moe.tools.plan.cost.device import (
+    FOLDER,
+    Constants,
+    Device,
+    base_name,
+    files_of,
+)
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
 NINETY = 1.645
 """Standard deviations on each side of the mean that hold 90 % of a normal distribution."""
+
+STACK_FACTOR = "stack_factor"
+"""The name beside the constants' of the factor of one software stack, once runs of it were measured (`calibration`)."""
 
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch", "micro_batches")
 _WORDS = ("zero", "sequence_parallel", "schedule")
@@ -72,13 +81,26 @@ class Posterior:
         ]
 
     def constants(self, base: Constants, point: Floats) -> Constants:
-        """Return the constants at a point; shares are at most 1."""
+        """Return the constants at a point, shares at most 1, slowed by the stack's factor if it has one."""
         values = {n: min(float(v), _top(n)) for n, v in zip(self.names, point, strict=True)}
-        return replace(base, **values)
+        factor = values.pop(STACK_FACTOR, 1.0)
+        return replace(base, **values).slowed(factor)
 
     def own_factors(self, layouts: list[Layout]) -> Floats:
         """Return the covariance of the layouts' own factors' logarithms, [n, n]."""
         return self.row_spread**2 * np.exp(-distances(layouts) / self.alike)
+
+    def as_text(self, digits: int = 3) -> str:
+        """Return the posterior's file, its covariance with so many digits."""
+        constants = {
+            name: {"value": float(f"{np.exp(m):.{digits + 1}g}"), "prior": asdict(self.priors[name])}
+            for name, m in zip(self.names, self.mean, strict=True)
+        }
+        covariance = [[float(f"{x:.{digits}g}") for x in row] for row in self.covariance]
+        settings = {name: getattr(self, name) for name in ("stack_spread", "row_spread", "alike")}
+        head = json.dumps({"rows": self.features, **settings, "constants": constants}, indent=1)
+        lines = ",\n  ".join(map(json.dumps, covariance))
+        return f'{head[:-2]},\n "covariance": [\n  {lines}\n ]\n}}\n'
 
     def missing(self, architecture: Architecture, layouts: list[Layout]) -> list[str]:
         """Return the features of these layouts that no row behind the constants has."""
@@ -133,8 +155,10 @@ def predicted(pairs: list[tuple[Architecture, Layout]], devices: list[Device]) -
 
 
 def posterior_file(name: str | Path) -> Path:
-    """Return where the posterior of a device's constants lies, or would lie."""
-    return FOLDER / f"{base_name(name)}.posterior.json"
+    """Return the posterior beside a device's file, or else that of its nearest base, or where it would lie."""
+    beside = (file.with_name(f"{file.stem}.posterior.json") for file in files_of(name))
+    would_be = FOLDER / f"{base_name(name)}.posterior.json"
+    return next((file for file in beside if file.is_file()), would_be)
 
 
 def load_posterior(name: str | Path) -> Posterior | None:
@@ -150,7 +174,7 @@ def load_posterior(name: str | Path) -> Posterior | None:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         entries: dict[str, Any] = raw["constants"]
         names = tuple(entries)
-        unknown = set(names) - {f.name for f in fields(Constants)}
+        unknown = set(names) - {STACK_FACTOR, *(f.name for f in fields(Constants))}
         if unknown:
             raise ValueError(f"no constant is called {min(unknown)}")
         return Posterior(
