@@ -15,7 +15,14 @@ import numpy as np
 from benchmarks.command import answer, new_parser
 from benchmarks.plan_published.order import groups
 from benchmarks.plan_published.posterior import (
-    ALIKE, DEVICES, ROW, STACK, DeviceRows, PosteriorFit, read_devices, stack_of,
+    ALIKE,
+    DEVICES,
+    ROW,
+    STACK,
+    DeviceRows,
+    PosteriorFit,
+    read_devices,
+    stack_of,
 )
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
@@ -84,7 +91,9 @@ def calibrated(name: str, rows: list[MeasuredStep], prior: Posterior, device: st
     for i, run in enumerate(runs):
         posterior = update(prior, described, Measurements([rows[run]]))
         constants = posterior.constants(described.constants, np.exp(posterior.mean))
-        after[i] = everything.predicted(replace(described, constants=constants)) - everything.logarithms
+        after[i] = (
+            everything.predicted(replace(described, constants=constants)) - everything.logarithms
+        )
         after[i, run] = np.nan
     return Calibrated(name, rows, before, after)
 
@@ -112,7 +121,13 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate every stack and print the errors; return the exit code."""
     every = [stack for device in read_devices(args.device or DEVICES) for stack in stacks(device)]
     lines: list[dict[str, Any]] = [
-        {"stack": s.name, "rows": len(s.rows), **s.errors, "groups": len(r := s.regrets()), "regret": sum(r)}
+        {
+            "stack": s.name,
+            "rows": len(s.rows),
+            **s.errors,
+            "groups": len(r := s.regrets()),
+            "regret": sum(r),
+        }
         for s in every
     ]
     total = sum(x["rows"] for x in lines)
@@ -138,7 +153,9 @@ def run(args: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = new_parser("plan_published.calibration", __doc__)
-    parser.add_argument("--device", action="append", choices=DEVICES, help="this one only; may be repeated")
+    parser.add_argument(
+        "--device", action="append", choices=DEVICES, help="this one only; may be repeated"
+    )
     add_json(parser)
     return parser
 

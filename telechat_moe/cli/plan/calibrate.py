@@ -134,7 +134,8 @@ VERB = Verb(
             dest="sources",
         ),
         arg(
-            "--out FILE", "default calibrated.yaml (FILE.posterior.json beside it); this-machine.yaml"
+            "--out FILE",
+            "default calibrated.yaml (FILE.posterior.json beside it); this-machine.yaml",
         ),
         arg("--recipe RECIPE", "recipe whose matrix products are measured (default pretrain_19m)"),
         arg(

@@ -68,10 +68,11 @@ class Measurements:
     def predicted(self, device: Device, factor: float | None = None) -> Floats:
         """Return the logarithms of predicted seconds; ``factor`` is that of the stack, of the device if None."""
         factor = device.stack_factor if factor is None else factor
-        pairs = self.pairs()
-        x = columns(pairs) if pairs else None
-        steps = evaluate_columns(x, device, steps_only=True).step_s if x is not None else []
-        return np.log([*steps, *(float(c.predicted(device)[0]) / factor for c in self.collectives)])
+        seconds = [float(x.predicted(device)[0]) / factor for x in self.collectives]
+        if self.steps:
+            x = columns(self.pairs())
+            seconds = [*evaluate_columns(x, device, steps_only=True).step_s.tolist(), *seconds]
+        return np.log(seconds)
 
     def covariance(self, posterior: Posterior) -> Floats:
         """Return the covariance of the rows' own factors, [n, n]: of steps by layout and model, of collectives by size, ranks and nodes."""
@@ -100,7 +101,7 @@ def read_sources(
     for source in map(Path, sources):
         text = "" if source.is_dir() else read_text(source)
         if source.suffix == ".csv":
-            steps += map(lambda row: _usable(row, source, device), read_measured_steps(source))
+            steps += [_usable(row, source, device) for row in read_measured_steps(source)]
         elif TABLE.search(text):
             collectives += read_collectives(source, text)
         elif recipe is None:
@@ -124,13 +125,13 @@ def _usable(row: MeasuredStep, source: Path, device: str) -> MeasuredStep:
     where = f"{source}:{row.line}"
     if not row.step_s and not row.reason:
         raise BadInputError(f"{where}: column step_s: empty, expected seconds of a step, or a log")
-    if not row.reason and row.device and load_device(row.device) != load_device(device):
-        raise BadInputError(
-            f"{where}: column device: {row.device}, expected rows of {device} only; calibrate each device by itself"
-        )
     [row] = checked([row], device)
     if row.reason:
         raise BadInputError(f"{where}: {row.reason.replace('missing:', 'expected')}")
+    if row.device and load_device(row.device) != load_device(device):
+        raise BadInputError(
+            f"{where}: column device: {row.device}, expected rows of {device} only; calibrate each device by itself"
+        )
     return replace(row, table=str(source))
 
 
@@ -170,13 +171,14 @@ def update(prior: Posterior, device: Device, rows: Measurements) -> Posterior:
 
     def jacobian(point: Floats) -> Floats:
         base = log_seconds(point)
-        slopes = [(base - log_seconds(point - STEP * np.eye(n)[i])) / STEP for i in range(n)]
-        return np.vstack([row_root @ np.stack(slopes, axis=1), root])
+        moved = [log_seconds(point - STEP * np.eye(n)[i]) for i in range(n)]
+        return np.vstack([row_root @ (base - np.array(moved)).T / STEP, root])
 
     top = np.array([0.0 if name.endswith(("share", "exposed")) else 25.0 for name in names])
     start = np.minimum(prior.mean, top - 1e-6)
-    solution = least_squares(residual, start, jacobian, bounds=(np.full(n, -25.0), top))
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
+    solution = least_squares(residual, start, jac=jacobian, bounds=(np.full(n, -25.0), top))
+    slopes = jacobian(solution.x)
+    covariance = np.linalg.inv(slopes.T @ slopes)
     features = Counter(prior.features)
     for pair in rows.pairs():
         features.update(rows=1, **{k: int(v) for k, v in features_of(*pair).items()})
@@ -209,13 +211,17 @@ def write(posterior: Posterior, device: str, out: Path, sources: Sequence[str]) 
     if (out.parent / f"{name}.yaml").resolve() == out.resolve():
         raise BadInputError(f"--out {out}: has the name of its base; expected another")
     source = f"calibrated by {', '.join(sources)}"
-    values = {n: float(f"{v:.6g}") for n, v in zip(posterior.names, np.exp(posterior.mean), strict=True)}
+    values = {
+        n: float(f"{v:.6g}") for n, v in zip(posterior.names, np.exp(posterior.mean), strict=True)
+    }
     factor = values.pop(STACK_FACTOR, 1.0)
     document = {
         "base": name,
         "stack_factor": factor,
         "sources": {STACK_FACTOR: source},
-        "constants": {n: {"value": v, "source": source, "fitted": False} for n, v in values.items()},
+        "constants": {
+            n: {"value": v, "source": source, "fitted": False} for n, v in values.items()
+        },
     }
     out.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     beside = out.with_name(f"{out.stem}.posterior.json")

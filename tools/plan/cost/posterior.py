@@ -93,7 +93,10 @@ class Posterior:
     def as_text(self, digits: int = 3) -> str:
         """Return the posterior's file, its covariance with so many digits."""
         constants = {
-            name: {"value": float(f"{np.exp(m):.{digits + 1}g}"), "prior": asdict(self.priors[name])}
+            name: {
+                "value": float(f"{np.exp(m):.{digits + 1}g}"),
+                "prior": asdict(self.priors[name]),
+            }
             for name, m in zip(self.names, self.mean, strict=True)
         }
         covariance = [[float(f"{x:.{digits}g}") for x in row] for row in self.covariance]
