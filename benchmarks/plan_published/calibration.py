@@ -27,7 +27,7 @@ from benchmarks.plan_published.posterior import (
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bars
-from telechat_moe.tools.plan.cost.calibration import Measurements, update
+from telechat_moe.tools.plan.cost.calibration import Measurements, update, with_factor
 from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.posterior import Posterior
@@ -74,10 +74,11 @@ def prior_without(device: DeviceRows, members: Sequence[MeasuredStep]) -> Poster
     n = len(device.all_rows.names)
     others = [row for row in device.rows if id(row) not in left]
     fit: PosteriorFit = device.fit(others, device.all_rows.point[:n])
-    return Posterior(
+    posterior = Posterior(
         names=tuple(fit.names), mean=fit.point[:n], covariance=fit.covariance[:n, :n], priors=fit.priors, features={"rows": 0},
         stack_spread=STACK, row_spread=ROW, alike=ALIKE,
     )  # fmt: skip
+    return with_factor(posterior)
 
 
 def calibrated(name: str, rows: list[MeasuredStep], prior: Posterior, device: str) -> Calibrated:

@@ -1,6 +1,7 @@
 """`telechat-moe plan calibrate`: a device description by measurements: of this machine, or of the user's runs and collectives."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,31 @@ def _by_sources(args: argparse.Namespace) -> int:
     data: dict[str, Any] = {
         "out": str(out),
         "posterior": str(beside),
-        "constants": calibration.changes(prior, posterior),
-        "rows": calibration.errors(rows, before, after),
+        "constants": [
+            {
+                "constant": name,
+                "before": _interval(prior, name),
+                "after": _interval(posterior, name),
+            }
+            for name in posterior.names
+        ],
+        "rows": [
+            {
+                "row": name,
+                "measured_s": math.exp(x),
+                "before": math.expm1(p),
+                "after": math.expm1(q),
+            }
+            for name, x, p, q in zip(rows.names, rows.logarithms, before, after, strict=True)
+        ],
     }
     if not write_json(args.json, data):
         _show_changes(data)
     return 0
+
+
+def _interval(posterior: Any, name: str) -> dict[str, float]:
+    return dict(zip(("median", "low", "high"), posterior.interval(name), strict=True))
 
 
 def _show_changes(data: dict[str, Any]) -> None:
@@ -72,11 +92,11 @@ def _show_changes(data: dict[str, Any]) -> None:
     count = len(cells)
     means = [sum(abs(x[when]) for x in data["rows"]) / count for when in ("before", "after")]
     print(f"\nmean error of {count} rows: {means[0]:.1%} before, {means[1]:.1%} after")
-    [factor] = [x["after"] for x in data["constants"] if x["constant"] == "stack_factor"] or [None]
-    if factor:
-        print(
-            f"this software takes {factor['median']:.3f} times as long ({factor['low']:.3f} to {factor['high']:.3f}) as these constants say"
-        )
+    [factor] = [x["after"] for x in data["constants"] if x["constant"] == "stack_factor"]
+    limits = f"{factor['low']:.3f} to {factor['high']:.3f}"
+    print(
+        f"this software takes {factor['median']:.3f} ({limits}) times as long as by these constants"
+    )
     print(f"wrote {data['out']} and {data['posterior']}")
 
 

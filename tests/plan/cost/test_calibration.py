@@ -65,16 +65,19 @@ def test_a_factor_lengthens_every_step_by_itself(architecture: Architecture):
 def test_a_row_moves_a_factor_alone_by_the_share_of_its_variance():
     """With known constants the update is that of one normal variable, which has a closed form."""
     prior, device = prior_of("ascend-910b"), load_device("ascend-910b")
-    sure = replace(prior, covariance=np.eye(len(prior.names)) * 1e-10)
+    shipped = load_posterior("ascend-910b")
+    assert shipped
+    spread = shipped.stack_spread
+    sure = replace(prior, covariance=np.diag([1e-10] * (len(prior.names) - 1) + [spread**2]))
     centre = replace(device, constants=prior.constants(device.constants, np.exp(prior.mean)))
     predicted = float(evaluate([DENSE], [LAYOUTS[0]], centre).step_s[0])
     after = update(sure, device, Measurements([step(LAYOUTS[0], predicted * np.exp(0.3))]))
     noise = prior.row_spread**2 + 0.01**2
-    share = prior.stack_spread**2 / (prior.stack_spread**2 + noise)
+    share = spread**2 / (spread**2 + noise)
     assert after.names[-1] == "stack_factor"
     assert after.mean[-1] == pytest.approx(0.3 * share, rel=1e-3)
-    assert after.covariance[-1, -1] == pytest.approx(prior.stack_spread**2 * (1 - share), rel=1e-3)
-    assert after.mean[:-1] == pytest.approx(prior.mean, abs=1e-5)
+    assert after.covariance[-1, -1] == pytest.approx(spread**2 * (1 - share), rel=1e-3)
+    assert after.mean[:-1] == pytest.approx(prior.mean[:-1], abs=1e-5)
     assert after.stack_spread == 0
 
 
@@ -95,7 +98,7 @@ def test_one_run_of_a_slow_stack_corrects_its_other_layouts():
     for posterior in (after, several):
         assert posterior.interval("stack_factor")[1] > 1
     i = after.names.index("stack_factor")
-    assert several.covariance[i, i] < after.covariance[i, i] < prior.stack_spread**2
+    assert several.covariance[i, i] < after.covariance[i, i] < prior.covariance[i, i]
     assert after.features["rows"] == prior.features["rows"] + 1
     assert after.features["tensor parallelism"] == prior.features["tensor parallelism"]
 
@@ -109,7 +112,7 @@ def test_collectives_narrow_the_links_that_they_use_and_no_factor():
     ]  # fmt: skip
     prior, device = prior_of("a100"), load_device("a100")
     after = update(prior, device, rows)
-    assert after.names == prior.names
+    assert after.interval("stack_factor") == pytest.approx(prior.interval("stack_factor"))
     # busbw of eight ports of 25 GB/s: 188.5 of 200 GB/s
     assert after.interval("inter_share")[0] == pytest.approx(0.9425, abs=0.03)
     variance = dict(zip(prior.names, zip(prior.covariance.diagonal(), after.covariance.diagonal(), strict=True), strict=True))  # fmt: skip
@@ -134,10 +137,10 @@ def test_a_table_of_hccl_test_is_read_in_either_unit(tmp_path: Path):
     [
         ("hccl_910b.txt", "0.06782        | success", "0.06782        | failed", r":7: column check: failed"),
         ("hccl_910b.txt", "1801.75", "18.0175", r":13: column algbw: 2\.16803 GB/s, expected size / time"),
-        ("hccl_910b.txt", "858.80", "nan", r":5: column time: 'nan', expected a number above 0"),
+        ("hccl_910b.txt", "858.80", "nan", r":5: column time: nan, expected a number above 0"),
         ("hccl_910b.txt", "# mpirun -n 8 ./bin/all_reduce_test", "#", r":1: the name of the collective not found"),
         ("hccl_910b.txt", "-n 8 ", "", r":1: at least two ranks not found"),
-        ("hccl_910b.txt", "|       2.16803        | success", "", r":13: column 3: missing, expected 4"),
+        ("hccl_910b.txt", "|       2.16803        | success", "", r":13: column algbw: None, expected a number"),
         ("nccl_a100.txt", "184.57       0", "184.57       7", r":14: column check: 7"),
     ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -136,34 +135,45 @@ def _usable(row: MeasuredStep, source: Path, device: str) -> MeasuredStep:
 
 
 def prior_of(device: str) -> Posterior:
-    """Return what is known of a device before a calibration.
+    """Return what is known of a device, with the factor of a new stack.
 
     Raises:
-        BadInputError: Nothing is.
+        BadInputError: Nothing is known.
     """
-    posterior = load_posterior(device)
-    if posterior is None:
+    prior = load_posterior(device)
+    if prior is None:
         raise BadInputError(
             f"device {device}: its constants have no posterior to narrow; expected a shipped device, or a file with one as base"
         )
-    return posterior
+    return with_factor(prior)
+
+
+def with_factor(prior: Posterior) -> Posterior:
+    """Return the posterior with the factor of a stack of which nothing is known, unless it has a factor."""
+    if STACK_FACTOR in prior.names:
+        return prior
+    n = len(prior.names)
+    covariance = np.zeros((n + 1, n + 1))
+    covariance[:n, :n], covariance[n, n] = prior.covariance, prior.stack_spread**2
+    source = "a software stack's own factor, by the published steps"
+    return replace(
+        prior, names=(*prior.names, STACK_FACTOR), mean=np.append(prior.mean, 0.0), covariance=covariance, stack_spread=0.0,
+        priors={**prior.priors, STACK_FACTOR: Prior(1.0, prior.stack_spread, source)},
+    )  # fmt: skip
 
 
 def update(prior: Posterior, device: Device, rows: Measurements) -> Posterior:
-    """Return the posterior after the measurements (Laplace)."""
+    """Return the posterior after the measurements (Laplace); the prior has a factor of the stack."""
     from scipy.optimize import least_squares
 
-    if rows.steps and STACK_FACTOR not in prior.names:
-        prior = _with_factor(prior)
     names, n = prior.names, len(prior.names)
     row_root = np.linalg.inv(np.linalg.cholesky(rows.covariance(prior)))
     root = np.linalg.inv(np.linalg.cholesky(prior.covariance))
     measured = rows.logarithms
 
     def log_seconds(point: Floats) -> Floats:
-        constants = prior.constants(device.constants, np.exp(point))
-        factor = np.exp(point[names.index(STACK_FACTOR)]) if STACK_FACTOR in names else 1.0
-        return rows.predicted(replace(device, constants=constants), float(factor))
+        moved = replace(device, constants=prior.constants(device.constants, np.exp(point)))
+        return rows.predicted(moved, float(np.exp(point[names.index(STACK_FACTOR)])))
 
     def residual(point: Floats) -> Floats:
         off = row_root @ (log_seconds(point) - measured)
@@ -185,18 +195,6 @@ def update(prior: Posterior, device: Device, rows: Measurements) -> Posterior:
     return replace(prior, mean=solution.x, covariance=covariance, features=dict(features))
 
 
-def _with_factor(prior: Posterior) -> Posterior:
-    """Return the posterior with the factor of a stack of which nothing is known."""
-    n = len(prior.names)
-    covariance = np.zeros((n + 1, n + 1))
-    covariance[:n, :n], covariance[n, n] = prior.covariance, prior.stack_spread**2
-    source = "a software stack's own factor, by the published steps"
-    return replace(
-        prior, names=(*prior.names, STACK_FACTOR), mean=np.append(prior.mean, 0.0), covariance=covariance, stack_spread=0.0,
-        priors={**prior.priors, STACK_FACTOR: Prior(1.0, prior.stack_spread, source)},
-    )  # fmt: skip
-
-
 def write(posterior: Posterior, device: str, out: Path, sources: Sequence[str]) -> Path:
     """Write the device's file and its posterior beside it, and return the latter's path.
 
@@ -214,7 +212,7 @@ def write(posterior: Posterior, device: str, out: Path, sources: Sequence[str]) 
     values = {
         n: float(f"{v:.6g}") for n, v in zip(posterior.names, np.exp(posterior.mean), strict=True)
     }
-    factor = values.pop(STACK_FACTOR, 1.0)
+    factor = values.pop(STACK_FACTOR)
     document = {
         "base": name,
         "stack_factor": factor,
@@ -227,22 +225,3 @@ def write(posterior: Posterior, device: str, out: Path, sources: Sequence[str]) 
     beside = out.with_name(f"{out.stem}.posterior.json")
     beside.write_text(posterior.as_text(6), encoding="utf-8")
     return beside
-
-
-def changes(prior: Posterior, posterior: Posterior) -> list[dict[str, Any]]:
-    """Return each constant with median and 90 % interval before and after; the factor of a new stack was 1."""
-    if len(posterior.names) > len(prior.names):
-        prior = _with_factor(prior)
-    both = {"before": prior, "after": posterior}
-    keys = ("median", "low", "high")
-    return [
-        {"constant": name, **{k: dict(zip(keys, p.interval(name), strict=True)) for k, p in both.items()}}
-        for name in posterior.names
-    ]  # fmt: skip
-
-
-def errors(rows: Measurements, before: Floats, after: Floats) -> list[dict[str, Any]]:
-    """Return each row with its measured seconds and its relative errors; ``before`` and ``after`` are logarithms of ratios."""
-    lines = zip(rows.names, np.exp(rows.logarithms), np.expm1(before), np.expm1(after), strict=True)
-    keys = ("row", "measured_s", "before", "after")
-    return [dict(zip(keys, (row, *map(float, x)), strict=True)) for row, *x in lines]

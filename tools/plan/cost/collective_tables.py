@@ -13,12 +13,9 @@ from telechat_moe.tools.plan.cost.columns import Floats
 from telechat_moe.tools.plan.cost.device import Device
 
 TABLE = re.compile(r"alg_?(?:bandwidth|bw)\b")
-_TEST = re.compile(
-    r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)_(?:test|perf)\b", re.IGNORECASE
-)
+_TEST = re.compile(r"\b(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)_(?:test|perf)\b")
 _RANKS = re.compile(r"\s-(?:np?|-ntasks)[ =]*(\d+)\s")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s+device")
-_NODE = re.compile(r"\s-p\s+(\d+)\b")
 _COLUMNS = {
     "data_size(Bytes)": "size", "aveg_time(us)": "time", "avg_time(us)": "time", "alg_bandwidth(GB/s)": "algbw",
     "check_result": "check", "size": "size", "time": "time", "algbw": "algbw", "#wrong": "check",
@@ -40,18 +37,16 @@ class MeasuredCollective:
 
     def predicted(self, device: Device) -> Floats:
         """Return the predicted seconds."""
-        stride = np.array([max(device.node_devices / self.ranks_of_node, 1.0)])
-        size, ranks = np.array([self.size]), np.array([float(self.ranks)])
-        if self.operation == "allreduce":
-            return all_reduce(size, ranks, stride, device)
-        exchange = all_to_all if self.operation == "alltoall" else all_gather
-        return exchange(size, ranks, stride, device)
+        stride = max(device.node_devices / self.ranks_of_node, 1.0)
+        sizes = [np.array([float(x)]) for x in (self.size, self.ranks, stride)]
+        if self.operation == "alltoall":
+            return all_to_all(sizes[0], sizes[1], sizes[2], device)
+        collective = all_reduce if self.operation == "allreduce" else all_gather
+        return collective(sizes[0], sizes[1], sizes[2], device)
 
     def unlike(self, other: "MeasuredCollective") -> float:
         """Return how different two rows are: doublings of size, ranks and nodes, and one for another operation."""
-        steps = np.log2(
-            [[x.size, x.ranks, x.ranks_of_node] for x in (self, other)], dtype=np.float64
-        )
+        steps = np.log2([[x.size, x.ranks, x.ranks_of_node] for x in (self, other)])
         return float(np.abs(steps[0] - steps[1]).sum()) + (self.operation != other.operation)
 
 
@@ -66,30 +61,20 @@ def read_collectives(file: Path, text: str) -> list[MeasuredCollective]:
     test = _TEST.search(command)
     launch = command[: test.start()] if test else ""
     ranks = max(map(int, hosts), default=-1) + 1 or int((_RANKS.findall(launch) or ["0"])[0])
-    if test is None or ranks < 2:
-        lacks = "at least two ranks" if test else "the name of the collective"
-        raise BadInputError(
-            f"{file}:1: {lacks} not found, expected the command that was run in a line above the table, as in: "
-            "mpirun -n 8 ./all_reduce_test -p 8 ..."
-        )
+    rows = list(_cells(file, text))
+    if test is None or ranks < 2 or not rows:
+        lacks = "a row" if test and ranks > 1 else "at least two ranks" if test else "the name of the collective"  # fmt: skip
+        text = "expected the command in a line above the table, as in: mpirun -n 8 ./all_reduce_test -p 8 ..."
+        raise BadInputError(f"{file}:1: {lacks} not found, {text}")
     of_node = -(-ranks // len(set(hosts.values()))) if hosts else ranks
-    per_node = int((_NODE.findall(command) or [of_node])[0])
-    operation = test[1].lower().replace("_", "")
-    rows = [
+    of_node = min(ranks, int((re.findall(r"\s-p\s+(\d+)\b", command) or [of_node])[0]))
+    operation = test[1].replace("_", "")
+    return [
         MeasuredCollective(
-            table=str(file),
-            line=line,
-            operation=operation,
-            ranks=ranks,
-            ranks_of_node=min(per_node, ranks),
-            size=size,
-            seconds=us / 1e6,
+            table=str(file), line=line, operation=operation, ranks=ranks, ranks_of_node=of_node, size=size, seconds=us / 1e6
         )
-        for line, size, us in _cells(file, text)
-    ]
-    if not rows:
-        raise BadInputError(f"{file}:1: a heading without rows, expected sizes and times")
-    return rows
+        for line, size, us in rows
+    ]  # fmt: skip
 
 
 def _cells(file: Path, text: str) -> Iterator[tuple[int, float, float]]:
@@ -101,34 +86,27 @@ def _cells(file: Path, text: str) -> Iterator[tuple[int, float, float]]:
         if "size" in heading and "algbw" in heading:
             columns = heading
         elif columns and bare and bare[0].isdigit():
-            if len(bare) < len(columns):
-                raise BadInputError(
-                    f"{file}:{number}: column {len(bare) + 1}: missing, expected {len(columns)} as in the heading"
-                )
-            row = dict(zip(reversed(columns), reversed(bare[: len(columns)]), strict=True))
-            yield number, *_row(f"{file}:{number}", row)
+            # the first of two columns of a name counts: out of place
+            row = dict(reversed(list(zip(columns, bare, strict=False))))
+            yield number, *_row(f"{file}:{number}: column", row)
 
 
 def _row(where: str, row: dict[str, str]) -> tuple[float, float]:
-    """Return size and time of a row; the first of several columns of a name counts."""
-    values: dict[str, float] = {}
+    """Return size and time of a row."""
+    values: list[float] = []
     for name in ("size", "time", "algbw"):
         try:
-            values[name] = float(row[name])
-        except (KeyError, ValueError):
-            values[name] = -1.0
-        if not 0 < values[name] < np.inf and (name != "algbw" or values[name] < 0):
-            raise BadInputError(
-                f"{where}: column {name}: {row.get(name)!r}, expected a number above 0"
-            )
+            values.append(float(row.get(name, "nan")))
+        except ValueError:
+            values.append(np.nan)
+        if not (0 if name == "algbw" else 1e-9) <= values[-1] < np.inf:
+            raise BadInputError(f"{where} {name}: {row.get(name)}, expected a number above 0")
     if row.get("check", "0").lower() not in ("0", "n/a", "success", "null"):
-        raise BadInputError(
-            f"{where}: column check: {row['check']}, the test found wrong results; expected a right one"
-        )
+        raise BadInputError(f"{where} check: {row.get('check')}, expected success, or 0 wrong")
     # GB is 10^9 bytes in nccl-tests and newer versions of hccl_test, 2^30 in older ones
-    rates = [values["size"] / values["time"] * 1e6 / unit for unit in (1e9, 2**30)]
-    if all(abs(rate - values["algbw"]) > 0.02 * rate + 0.01 for rate in rates):
+    rates = [values[0] / values[1] * 1e6 / unit for unit in (1e9, 2**30)]
+    if all(abs(rate - values[2]) > 0.02 * rate + 0.01 for rate in rates):
         raise BadInputError(
-            f"{where}: column algbw: {values['algbw']:g} GB/s, expected size / time, {rates[0]:.4g} GB/s"
+            f"{where} algbw: {values[2]:g} GB/s, expected size / time, {rates[0]:.4g} GB/s"
         )
-    return values["size"], values["time"]
+    return values[0], values[1]
