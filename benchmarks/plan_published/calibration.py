@@ -148,6 +148,11 @@ def run(args: argparse.Namespace) -> int:
         for x in lines
     ]  # fmt: skip
     show_table(["stack", "rows ", "unscaled ", "median factor ", "calibrated ", "regret "], cells)
+    above = sum(x["calibrated"] > 0.1 for x in lines[: len(every)])
+    worse = sum(x["calibrated"] > x["unscaled"] for x in lines[: len(every)])
+    print(
+        f"\nof {len(every)} stacks 10 % is missed by {above}; the error grows in {worse} by calibrating"
+    )
     return 0
 
 

@@ -1,6 +1,7 @@
 """`plan calibrate --from`: the update of the posterior, its sources, and the files that every verb takes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,3 +257,14 @@ def test_device_and_sources_go_together(capsys):
     assert main(["plan", "calibrate", "--from", "x.csv"]) == 2
     assert main(["plan", "calibrate", "telechat3_moe/pretrain_19m.yaml"]) == 2
     assert "expected both or neither" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "plan_step.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"(?m)^telechat-moe (plan calibrate .*--from .*)$", page)
+    monkeypatch.chdir(tmp_path)
+    Path("steps.csv").write_text(TABLE)
+    Path("hccl_test.log").write_text((FIXTURES / "hccl_910b.txt").read_text())
+    assert main(command.split()) == 0
+    assert "mean error of 12 rows" in capsys.readouterr().out
+    assert load_device("ours.yaml").stack_factor != 1

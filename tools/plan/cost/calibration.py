@@ -121,15 +121,17 @@ def read_sources(
 
 def _usable(row: MeasuredStep, source: Path, device: str) -> MeasuredStep:
     """Return a row of this device with a time."""
-    where = f"{source}:{row.line}"
+    row_of_file = f"{source}:{row.line}"
     if not row.step_s and not row.reason:
-        raise BadInputError(f"{where}: column step_s: empty, expected seconds of a step, or a log")
+        raise BadInputError(
+            f"{row_of_file}: column step_s: empty, expected seconds of a step, or a log"
+        )
     [row] = checked([row], device)
     if row.reason:
-        raise BadInputError(f"{where}: {row.reason.replace('missing:', 'expected')}")
+        raise BadInputError(f"{row_of_file}: {row.reason.replace('missing:', 'expected')}")
     if row.device and load_device(row.device) != load_device(device):
         raise BadInputError(
-            f"{where}: column device: {row.device}, expected rows of {device} only; calibrate each device by itself"
+            f"{row_of_file}: column device: {row.device}, expected rows of {device} only; calibrate each device by itself"
         )
     return replace(row, table=str(source))
 

@@ -91,7 +91,7 @@ def _cells(file: Path, text: str) -> Iterator[tuple[int, float, float]]:
             yield number, *_row(f"{file}:{number}: column", row)
 
 
-def _row(where: str, row: dict[str, str]) -> tuple[float, float]:
+def _row(cell: str, row: dict[str, str]) -> tuple[float, float]:
     """Return size and time of a row."""
     values: list[float] = []
     for name in ("size", "time", "algbw"):
@@ -100,13 +100,13 @@ def _row(where: str, row: dict[str, str]) -> tuple[float, float]:
         except ValueError:
             values.append(np.nan)
         if not (0 if name == "algbw" else 1e-9) <= values[-1] < np.inf:
-            raise BadInputError(f"{where} {name}: {row.get(name)}, expected a number above 0")
+            raise BadInputError(f"{cell} {name}: {row.get(name)}, expected a number above 0")
     if row.get("check", "0").lower() not in ("0", "n/a", "success", "null"):
-        raise BadInputError(f"{where} check: {row.get('check')}, expected success, or 0 wrong")
+        raise BadInputError(f"{cell} check: {row.get('check')}, expected success, or 0 wrong")
     # GB is 10^9 bytes in nccl-tests and newer versions of hccl_test, 2^30 in older ones
     rates = [values[0] / values[1] * 1e6 / unit for unit in (1e9, 2**30)]
     if all(abs(rate - values[2]) > 0.02 * rate + 0.01 for rate in rates):
         raise BadInputError(
-            f"{where} algbw: {values[2]:g} GB/s, expected size / time, {rates[0]:.4g} GB/s"
+            f"{cell} algbw: {values[2]:g} GB/s, expected size / time, {rates[0]:.4g} GB/s"
         )
     return values[0], values[1]
