@@ -215,7 +215,6 @@ def test_our_model_on_mindspore(tmp_path):
         keys = [finding.verdict.key for finding in outcome.findings[:1]]
         assert all(call in key for key in keys), name
         assert bool(keys) == bool(name), keys
-        assert name or outcome.verdict == "pass", outcome.reason
 
 
 @pytest.mark.slow

@@ -55,12 +55,7 @@ from telechat_moe.tools.align.judge.points import (
 from telechat_moe.tools.align.judge.precedence import in_order, is_before
 from telechat_moe.tools.align.judge.propagate import Propagation, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.shards import (
-    first_apart,
-    gradients_apart,
-    in_shards,
-    without_counterpart,
-)
+from telechat_moe.tools.align.judge.shards import apart, in_shards, without_counterpart
 from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Explanation, Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
@@ -110,10 +105,9 @@ def across(
     outcome.coverage.shares[SHARED] = CoverageShare()
     for step in steps:
         a, b = reference.at(step), target.at(step)
-        if not links and not findings and not chose_otherwise(a, b):
-            runs = sharded.at(step), grouped.at(step)
-            findings += [*first_apart(*runs)] or gradients_apart(*runs)
         pairs = linked(a, b, links) if links else [*by_weight(a, b)]
+        if not links and not findings and not chose_otherwise(a, b):
+            findings += apart(sharded.at(step), grouped.at(step), updates=bool(pairs))
         if not pairs and not links:
             pairs = by_use(a, b)
             if alone := without_counterpart(sharded.at(step), grouped.at(step)):

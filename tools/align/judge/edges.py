@@ -30,7 +30,14 @@ from telechat_moe.tools.align.judge.replay import input_gradients
 from telechat_moe.tools.align.judge.selections import common_selection
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.thresholds import CONVERTED, EARLIER, KERNEL_ROUNDINGS, OMITTED, VAGUE
+from telechat_moe.tools.align.thresholds import (
+    BEYOND,
+    CONVERTED,
+    EARLIER,
+    KERNEL_ROUNDINGS,
+    OMITTED,
+    VAGUE,
+)
 
 _SUMS = {"__add__", "__sub__", "__mul__", "add", "sub", "mul", "matmul", "linear"}
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
@@ -167,7 +174,8 @@ def _gradient_by_statistics(place: Place, reference: DataFlow, target: DataFlow)
     far = distance(reference.tensors[place], target.tensors[place])
     if far is None or not is_float(target.tensors[place].dtype):
         return None
-    allowed = max(EARLIER * target.noise(reference, place[0]), _rounded(place, reference, target))
+    noise = max(target.noise(reference, place[0]), _rounded(place, reference, target))
+    allowed = BEYOND * noise
     if far.whole <= allowed or target.chose_otherwise(reference, place[0]):
         return None
     text = (

@@ -7,7 +7,7 @@ edge, sum     both ends of an edge, in both runs           an alarm that no othe
 group         what every rank of a collective sent         collectives, in place of replay
 replay        a formula, and the values of all operands    a pass or an alarm; what it leaves open, the other run
 other run     the same call in both runs                   what replay or the group leaves open, nothing else
-both runs     replay of the reference's call               leaves a call that is as wrong in both to the other run
+both runs     replay of the reference's call               lifts an alarm of a call that is as wrong in both runs
 settings      the same call in both runs                   an alarm on a number that differs, though values pass
 fused calls   calls that replace one another               lift "missing" and "extra"; an alarm on their results
 lone call     nothing                                      an alarm, unless what follows agrees in both runs
@@ -54,7 +54,7 @@ def decide(evidence: Evidence) -> list[Verdict]:
     if alarms and first.ratio <= BOTH_WRONG * evidence.reference_excess():
         text = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
         open_verdict = not_judged(evidence.key, text, first.place)
-        verdicts = evidence.other_run([open_verdict if v is first else v for v in verdicts])
+        verdicts = [open_verdict if v is first else v for v in verdicts]
     if worst(verdicts).status != "diverged" and (text := evidence.settings()):
         verdicts = [*verdicts, Verdict(evidence.key, "", "diverged", float("inf"), text)]
     return verdicts

@@ -155,7 +155,15 @@ def without_counterpart(sharded: Sequence[RankDump], target: Sequence[RankDump])
     return size
 
 
-def first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
+def apart(
+    sharded: Sequence[RankDump], target: Sequence[RankDump], updates: bool
+) -> Iterator[Finding]:
+    """Yield what is no shard or term of the reference; gradients only where no ``updates`` name them, else they are compared as a whole."""
+    findings = [*_first_apart(sharded, target)]
+    yield from findings if findings or updates else _gradients_apart(sharded, target)
+
+
+def _first_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
     """Yield for each rank the first tensor that is no shard of the reference's, nor a term of it, if none after it is.
 
     Forward, or else backward: where operators and collectives are right, a reduction is missing or there is one too many.
@@ -193,7 +201,7 @@ def _limit(*runs: Sequence[RankDump]) -> float:
     return NEAR * (_WIDE if wide else 1.0)
 
 
-def gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
+def _gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) -> Iterator[Finding]:
     """Yield the first gradient that no call takes, as of a weight, that is neither the reference's nor a multiple of it.
 
     Each operator may be right where a program adds another term, as of an auxiliary loss. Experts count tokens of all ranks until
