@@ -213,29 +213,26 @@ def _gradients_apart(sharded: Sequence[RankDump], target: Sequence[RankDump]) ->
         inputs = {flow.content.get((c.key, p)) for c in dump.calls.values() for p, _ in c.given()}
         backward = [i for k, i in flow.order.items() if dump.calls[k].phase is Phase.BACKWARD]
         for key, order in flow.order.items():
-            call, golden = dump.calls[key], dict(cut.calls[key].tensors())
-            gradient = key in flow.late or call.phase is Phase.BACKWARD
-            for _, place, far in _distances(call, cut.calls[key]) if gradient else ():
-                if place.startswith("output"):
-                    end = flow.content.get((key, place)) not in inputs
-                else:
-                    end = order > max(backward) and not is_exchange(call)
-                value, right = (
-                    t.load().astype(np.float64)
-                    for t in (dict(call.tensors())[place], golden[place])
-                )
-                scaled = factor_between(value, right)[1]
-                if far <= limit or not end or (scaled and _may_scale(call, place)):
+            call = dump.calls[key]
+            if key not in flow.late and call.phase is not Phase.BACKWARD:
+                continue
+            updates = order > max(backward) and not is_exchange(call)
+            for _, place, far in _distances(call, cut.calls[key]):
+                result = place.startswith("output")
+                end = flow.content.get((key, place)) not in inputs if result else updates
+                if far <= limit or not end:
                     continue
+                tensors = (dict(c.tensors())[place] for c in (call, cut.calls[key]))
+                value, right = (t.load().astype(np.float64) for t in tensors)
+                scaled = factor_between(value, right)[1]
+                if scaled and _may_scale(call, place):
+                    continue
+                sources = flow.sources_of((key, place))
+                lone = [s for s in sources if is_own(cut.calls[s[0]], dump.calls[s[0]])]
                 text = f"{place} is no shard or term of the reference's (mean difference {far:.2g})"
-                for source in flow.sources_of((key, place)):
-                    if is_own(
-                        cut.calls[source[0]], dump.calls[source[0]]
-                    ):  # only the target makes it
-                        (key, place), order = source, flow.order[source[0]]
-                        call = dump.calls[key]
-                        break
+                key, place = lone[0] if lone else (key, place)  # a call that only the target makes
                 verdict = Verdict(key, place, "diverged", far / limit, text, elements=value.size)
+                order, call = flow.order[key], dump.calls[key]
                 yield Finding(dump.step, dump.rank, order, verdict, call, "programs differ", scaled)
                 return
 
@@ -289,10 +286,10 @@ def _mates(reference: Sequence[RankDump], dump: RankDump) -> dict[str, list[Call
         largest = max(share for of_rank in matches for share, _ in of_rank)
         for run, of_rank in zip(reference, matches, strict=True):
             best = max(of_rank, key=lambda m: m[0])
-            for share, pairs in of_rank:
-                best_block = share is best[0] and share >= largest - NEAR
-                for key, mate in pairs.items():
-                    if not best_block and not _other_rows(dump.calls[key], mate):
+            for match in of_rank:
+                computes_same = match is best and match[0] >= largest - NEAR
+                for key, mate in match[1].items():
+                    if not computes_same and not _other_rows(dump.calls[key], mate):
                         continue
                     mates.setdefault(key, []).append(mate)
                     mate_backward, own_backward = backward_key(mate.key), backward_key(key)
@@ -439,20 +436,18 @@ def _golden(x: Array, mates: list[Array], terms: list[list[Array]], factor: floa
                     left = [m for m in left if m is not mate]
         if not free.any():
             options.append(assembled - other_terms if other_terms.any() else assembled)
-    if not options:  # tokens of experts
-        of_rows = [m for m in mates if m.ndim == x.ndim > 1 and m.shape[1:] == x.shape[1:]]
+    of_rows = [m for m in mates if m.ndim == x.ndim > 1 and m.shape[1:] == x.shape[1:]]
+    if of_rows and not options:  # tokens of experts
         factors = {1.0, factor} if x.dtype.kind == "f" else {1}
-        rows = [y for f in factors for y in _rows(x, [f * m for m in of_rows])]
-        options += sorted(rows, key=lambda y: _apart(x, y))[:1]
+        rows = [_rows(x, [f * m for m in of_rows]) for f in factors]
+        options.append(min(rows, key=lambda y: _apart(x, y)))
     full_mates = [m for m in mates if m.shape == x.shape]
     options += [np.sum(full_mates, 0)] if x.dtype.kind == "f" and full_mates[1:] else []
     return _most_alike(x, options)
 
 
-def _rows(x: Array, mates: list[Array]) -> Iterator[Array]:
-    """Yield what a tensor should be by the rows of others, each by the one that is most like it, in any order."""
-    if not mates:
-        return
+def _rows(x: Array, mates: list[Array]) -> Array:
+    """Return what a tensor should be by the rows of others, each by the one that is most like it, in any order."""
     rows, pool = (y.reshape(len(y), -1).astype(np.float64) for y in (x, np.concatenate(mates)))
     direction = np.random.default_rng(0).standard_normal(rows.shape[1])
     order = np.argsort(pool @ direction)
@@ -460,7 +455,7 @@ def _rows(x: Array, mates: list[Array]) -> Iterator[Array]:
     nearest = [order[np.clip(after + step, 0, len(order) - 1)] for step in (-1, 0)]
     off = [np.abs(pool[i] - rows).sum(1) for i in nearest]
     chosen = np.where(off[0] <= off[1], nearest[0], nearest[1])
-    yield np.concatenate(mates)[chosen].reshape(x.shape)
+    return np.concatenate(mates)[chosen].reshape(x.shape)
 
 
 def _part(x: Array, y: Array, free: Array | None = None) -> tuple[Array, Array, Any] | None:
