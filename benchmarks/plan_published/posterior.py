@@ -36,6 +36,7 @@ from telechat_moe.tools.plan.cost.posterior import (
     distances,
     features_of,
     posterior_file,
+    upper_limit,
 )
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
@@ -86,7 +87,7 @@ class PosteriorFit:
         self.weight = np.array([count[row.table] ** -0.35 for row in self.rows])
         self.centre = np.log([p.value for p in self.priors.values()])
         self.spread = np.array([p.spread for p in self.priors.values()])
-        self.top = np.array([0.0 if n.endswith(("share", "exposed")) else 10.0 for n in self.names])
+        self.top = np.minimum(10.0, np.log([upper_limit(n) for n in self.names]))
 
     def log_step(self, point: Floats, problem: Problem | None = None) -> Floats:
         """Return the logarithms of predicted times, without the stacks' factors."""

@@ -13,7 +13,7 @@ from telechat_moe.units import parse_size
 def run(args: argparse.Namespace) -> int:
     """Predict, print; return the exit code."""
     from telechat_moe.tools.plan.cost.device import load_device
-    from telechat_moe.tools.plan.cost.posterior import load_posterior
+    from telechat_moe.tools.plan.cost.posterior import unmeasured
     from telechat_moe.tools.plan.report import memory
 
     margin = memory.MARGIN if args.margin is None else args.margin
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"Probability to fit: {forecast.probability:.0%} (assumed ranges of fragmentation and buffers: docs/plan_memory.md)."
     )
-    posterior, step = load_posterior(args.device), forecast.step
-    if sentence := posterior and posterior.unmeasured(step.architecture, [step.layout]):
+    step = forecast.step
+    if sentence := unmeasured(args.device, step.architecture, [step.layout]):
         print(f"Times: {sentence}.")
     for table in memory.tables(forecast):
         print(f"\n{table.title}\n")

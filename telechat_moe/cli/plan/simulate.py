@@ -12,7 +12,7 @@ from telechat_moe.errors import UsageError
 def run(args: argparse.Namespace) -> int:
     """Simulate, write, print; return the exit code."""
     from telechat_moe.recipe import load
-    from telechat_moe.tools.plan.cost.posterior import load_posterior
+    from telechat_moe.tools.plan.cost.posterior import unmeasured
     from telechat_moe.tools.plan.report import step as report
     from telechat_moe.tools.plan.report import timeline
 
@@ -32,9 +32,8 @@ def run(args: argparse.Namespace) -> int:
     code = 0 if figures["fits"] else 1
     if write_json(args.json, figures):
         return code
-    posterior = load_posterior(args.device)
-    unmeasured = posterior.unmeasured(step.architecture, [step.layout]) if posterior else ""
-    for note in [*report.notes(step), *([unmeasured] if unmeasured else [])]:
+    sentence = unmeasured(args.device, step.architecture, [step.layout])
+    for note in [*report.notes(step), *([sentence] if sentence else [])]:
         print(note)
     if packed:
         print(packed.told(args.documents))

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate both, print; return the exit code."""
     from telechat_moe.recipe import load
     from telechat_moe.tools.plan.cost.device import load_device
-    from telechat_moe.tools.plan.cost.posterior import load_posterior
+    from telechat_moe.tools.plan.cost.posterior import unmeasured
     from telechat_moe.tools.plan.report import what_if
 
     settings = _settings(args.set_device)
@@ -44,24 +44,24 @@ def run(args: argparse.Namespace) -> int:
         for name, step in zip(("as_is", "changed"), steps, strict=True)
     }
     rows = _rows(*data.values())
-    posterior, layouts = load_posterior(args.device), [step.layout for step in steps]
-    unmeasured = posterior.unmeasured(steps[0].architecture, layouts) if posterior else ""
-    write_text("--html ", args.html, lambda: _page(args, rows, unmeasured))
+    layouts = [step.layout for step in steps]
+    sentence = unmeasured(args.device, steps[0].architecture, layouts)
+    write_text("--html ", args.html, lambda: _page(args, rows, sentence))
     code = 0 if data["changed"]["fits"] else 1
     if not write_json(args.json, data):
         show_table(HEADERS, rows)
-        if unmeasured:
-            print(f"\n{unmeasured}")
+        if sentence:
+            print(f"\n{sentence}")
     return code
 
 
-def _page(args: argparse.Namespace, rows: list[list[str]], unmeasured: str) -> str:
+def _page(args: argparse.Namespace, rows: list[list[str]], sentence: str) -> str:
     from telechat_moe import html
 
     words = [f"{args.recipe} on {args.device}", *args.set_device]
     words += [f"{args.devices:,} devices"] if args.devices else []
     words += [f"a failure of one device every {args.mtbf:,.0f} hours"] if args.mtbf else []
-    note = f"Predicted, not measured: the cost model's error is in docs/plan.md. {unmeasured}"
+    note = f"Predicted, not measured: the cost model's error is in docs/plan.md. {sentence}"
     parts = [html.tag("p", "; ".join(words), "sentence"), html.table(HEADERS, rows)]
     return html.page("What if", [*parts, html.tag("p", note, "soft")])
 

@@ -32,6 +32,7 @@ from telechat_moe.tools.plan.cost.posterior import (
     distances,
     features_of,
     load_posterior,
+    upper_limit,
 )
 from telechat_moe.tools.plan.cost.score import MeasuredStep, checked
 from telechat_moe.tools.plan.cost.step import evaluate_columns
@@ -186,7 +187,7 @@ def update(prior: Posterior, device: Device, rows: Measurements) -> Posterior:
         moved = [log_seconds(point - STEP * np.eye(n)[i]) for i in range(n)]
         return np.vstack([row_root @ (base - np.array(moved)).T / STEP, root])
 
-    top = np.array([0.0 if name.endswith(("share", "exposed")) else 25.0 for name in names])
+    top = np.minimum(25.0, np.log([upper_limit(name) for name in names]))
     start = np.minimum(prior.mean, top - 1e-6)
     solution = least_squares(residual, start, jac=jacobian, bounds=(np.full(n, -25.0), top))
     slopes = jacobian(solution.x)

@@ -65,7 +65,7 @@ class Posterior:
         i = self.names.index(name)
         spread = NINETY * float(np.sqrt(self.covariance[i, i]))
         low, middle, high = np.exp(self.mean[i] + spread * np.array([-1, 0, 1]))
-        return float(middle), float(low), float(min(high, _top(name)))
+        return float(middle), float(low), float(min(high, upper_limit(name)))
 
     def known_from_rows(self, name: str) -> float:
         """Return the share of the prior's variance that the rows removed, 0 to 1."""
@@ -82,7 +82,7 @@ class Posterior:
 
     def constants(self, base: Constants, point: Floats) -> Constants:
         """Return the constants at a point, shares at most 1, slowed by the stack's factor if it has one."""
-        values = {n: min(float(v), _top(n)) for n, v in zip(self.names, point, strict=True)}
+        values = {n: min(float(v), upper_limit(n)) for n, v in zip(self.names, point, strict=True)}
         factor = values.pop(STACK_FACTOR, 1.0)
         return replace(base, **values).slowed(factor)
 
@@ -117,7 +117,8 @@ class Posterior:
         return lacking and f"{head}{lacking}; there the constants are priors, not measurements"
 
 
-def _top(name: str) -> float:
+def upper_limit(name: str) -> float:
+    """Return the largest value that a constant can have: a share is at most 1."""
     return 1.0 if name.endswith(("share", "exposed")) else np.inf
 
 
@@ -192,3 +193,13 @@ def load_posterior(name: str | Path) -> Posterior | None:
         raise BadInputError(
             f"{file}: not a posterior ({error}); python -m benchmarks.plan_published.posterior --write writes it"
         ) from None
+
+
+def unmeasured(name: str | Path, architecture: Architecture, layouts: list[Layout]) -> str:
+    """Return what no measured step behind a device's constants has, as a sentence; empty: nothing, or nothing is known.
+
+    Raises:
+        BadInputError: There is no such device, or its posterior is not what the command writes.
+    """
+    posterior = load_posterior(name)
+    return posterior.unmeasured(architecture, layouts) if posterior else ""
